@@ -122,8 +122,8 @@ def plot_mask(
 
     Raises:
         TypeError: `mask` is not bool or int8, or is traced.
-        ValueError: `mask` is empty, has fewer than two axes, or has an axis longer than 1 before
-            the last two axes. The number of query tokens differs from the number of rows, or the
+        ValueError: `mask` is empty or has fewer than two axes, or one of the axes before the last
+            two is longer than 1. The number of query tokens differs from the number of rows, or the
             number of key tokens differs from the number of columns.
 
     Example:
@@ -252,8 +252,8 @@ def plot_bias(
         bias: The bias, such as one head of the result of `alibi_bias` or `RelativePositionBias`.
             Shape [T, S] for T queries and S keys, or with leading axes of length 1. If you added
             the result of `mask_to_bias`, the cells of hidden keys are hatched in the picture. A
-            cell counts as hidden if its bias is -16376 (half of what `mask_to_bias` adds in
-            float16) or less. After the softmax, the weight of such a key is 0.
+            cell counts as hidden if its bias is at most -16376, which is half of what
+            `mask_to_bias` adds in float16. After the softmax, the weight of such a key is 0.
         ax: The matplotlib Axes to draw on. If None, a new pyplot figure is made.
         query_tokens: A name for each of the T queries. If None, the queries are numbered.
         key_tokens: A name for each of the S keys. If None, the keys are numbered.
@@ -264,8 +264,8 @@ def plot_bias(
 
     Raises:
         TypeError: `bias` is traced.
-        ValueError: `bias` is empty, has fewer than two axes, or has an axis longer than 1 before
-            the last two axes. The number of query tokens differs from the number of rows, or the
+        ValueError: `bias` is empty or has fewer than two axes, or one of the axes before the last
+            two is longer than 1. The number of query tokens differs from the number of rows, or the
             number of key tokens differs from the number of columns.
 
     Example:

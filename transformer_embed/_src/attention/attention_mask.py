@@ -52,10 +52,10 @@ class AttentionMask(Mask):
          or both are in the same block)
         and both have the same segment id, and the key is a token, not padding
 
-    Each condition on `causal`, `window`, `sinks` or `chunk` applies only if you set this argument.
-    For example, without `window` a query sees keys at any distance. The class is a pytree, so it
-    passes through `jit`, `vmap` and `scan`, can be sharded over the batch, and `jax.export` can
-    save it.
+    A condition that names an argument (`causal`, `window`, `sinks` or `chunk`) applies only if you
+    set the argument. For example, without `window` a query sees keys at any distance. The class is
+    a pytree, so it passes through `jit`, `vmap` and `scan`, can be sharded over the batch, and
+    `jax.export` can save it.
 
     You can join two masks. `mask & other` allows the pairs that both masks allow, and
     `mask | other` allows the pairs that at least one mask allows. The joined mask has the methods
@@ -90,8 +90,9 @@ class AttentionMask(Mask):
             token, as in transformers.
         sinks: How many of the first positions stay visible to the left of a window, at least 1.
             With `window=(3, 0)` and `sinks=2`, the query at position 9 sees the positions 0, 1 and
-            6 to 9. Pass `sinks` only with a window that has a left limit. A sink is hidden if it is
-            outside the query's chunk, or beyond the right limit of the window.
+            6 to 9. Pass `sinks` only with a window that has a left limit. A sink ignores only the
+            left limit of the window. So with `window=(3, 0)`, the query at position 0 does not see
+            position 1, and with a `chunk`, a query sees no sink outside its own chunk.
 
     Raises:
         TypeError: `queries` or `keys` is not a `TokenPositions`, or `causal` is not a Python bool.
@@ -118,10 +119,11 @@ class AttentionMask(Mask):
         The causal mask is from Vaswani et al., "Attention Is All You Need" (2017), section 3.2.3,
         https://arxiv.org/abs/1706.03762. Windows are from Beltagy et al., "Longformer" (2020),
         section 3.1, https://arxiv.org/abs/2004.05150. Segments are from Raffel et al., "T5" (2020),
-        section 3.5.2, https://arxiv.org/abs/1910.10683. Chunks are the blocks in the fixed pattern
-        of Child et al., "Generating Long Sequences with Sparse Transformers" (2019), section 4.3,
-        https://arxiv.org/abs/1904.10509. Blocks are used for a prefix in T5, section 3.2.1.
-        Numbered blocks, such as the images in a text, are from Gemma 3 in transformers.
+        section 3.5.2, https://arxiv.org/abs/1910.10683. Chunks are from Child et al., "Generating
+        Long Sequences with Sparse Transformers" (2019), section 4.3,
+        https://arxiv.org/abs/1904.10509, where they are the blocks of the fixed pattern. A block of
+        `block_ids` is like the prefix in T5, section 3.2.1, whose tokens all attend to each other.
+        Several numbered blocks, such as the images in a text, are from Gemma 3 in transformers.
     """
 
     queries: TokenPositions
@@ -209,7 +211,7 @@ class AttentionMask(Mask):
             [[True, False, False], [True, True, False], [False, True, True]]
 
         Edge cases:
-            - A query may see no key at all, for example a query at padding. A softmax over -inf
+            - Some queries see no key at all, for example queries at padding. A softmax over -inf
               alone is NaN. `mask_to_bias` avoids this NaN.
             - Keep NaN and infinite numbers out of all keys and values, also out of those that the
               mask hides. The attention weight of a masked key is 0, but 0 times NaN is NaN.
@@ -229,7 +231,7 @@ class AttentionMask(Mask):
         Use this method in an attention kernel of your own, which computes some queries and keys at
         a time. In a Pallas kernel, make an `AttentionMask` of the T queries and S keys that the
         kernel has loaded, from their positions and segment ids (shapes [1, T] and [1, S]). Then
-        call `tile(0, 0, (T, S))` on this mask to get all of it.
+        call `tile(0, 0, (T, S))` on this mask to get the whole mask as one array.
 
         Args:
             query_start: The index in the row of the first query of the tile. An integer, which may
@@ -240,8 +242,8 @@ class AttentionMask(Mask):
 
         Returns:
             bool [B or 1, shape[0], shape[1]], True = may attend. If the tokens have no batch axis,
-            the result has none. The tile is the part of `dense()[..., 0, :, :]` (the 0 drops the
-            axis of the heads) that begins at `query_start` and `key_start`.
+            the result has none. The tile is a part of the array `dense()`, without the axis of the
+            heads. The part begins at `query_start` and `key_start`.
 
         Raises:
             TypeError: `query_start` or `key_start` is not an integer, or `shape` does not hold two

@@ -86,9 +86,9 @@ def mask_to_bias(
         mask is False.
 
     Raises:
-        TypeError: `mask` is not bool. (A bias is refused: its 0 means "may attend", but as a bool 0
-            means "may not attend".) `dtype` is not a floating dtype, or `value` is not a Python
-            number.
+        TypeError: `mask` is not bool. (A float bias is refused, because 0 means "may attend" in a
+            bias, but "may not attend" in a mask.) `dtype` is not a floating dtype, or `value` is
+            not a Python number.
         ValueError: `value` is not below 0, or is not finite in the dtype.
 
     Example:

@@ -38,9 +38,9 @@ def dot_product_attention_kwargs(
 
     Returns:
         A dictionary of keyword arguments for `jax.nn.dot_product_attention`. `is_causal` is always
-        in the dictionary. `local_window_size`, and `query_seq_lengths` and `key_value_seq_lengths`
-        (int32 [B]), are in the dictionary if the mask needs them. With these lengths, the outputs
-        of queries at padding are 0.
+        in the dictionary. Three more arguments are in the dictionary if the mask needs them:
+        `local_window_size`, `query_seq_lengths` (int32 [B]) and `key_value_seq_lengths` (int32
+        [B]). With the two lengths, the outputs of queries at padding are 0.
 
     Raises:
         TypeError: `mask` is not an AttentionMask, or `batch_size` is not a Python int.
@@ -189,8 +189,8 @@ def mha_kwargs(
     Raises:
         TypeError: `mask` is not an AttentionMask, or `batch_size` is not a Python int.
         ValueError: The kernel cannot express a part of the mask. The tokens are not in the layout
-            that you pass as `order` (this is not checked inside `jax.jit`). `batch_size` is None
-            although the mask has a single row.
+            that you pass as `order` (this is not checked inside `jax.jit`). The mask has a single
+            batch row, and `batch_size` is None.
 
     Example:
         >>> import transformer_embed as te

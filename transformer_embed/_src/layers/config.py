@@ -21,10 +21,10 @@ SQRT_D_MODEL = "sqrt_d_model"
 class OutputConfig:
     """Describes an output layer, for `EmbedderConfig` and `TokenEmbedding`.
 
-    Pass an `OutputConfig` as the argument `output` of `EmbedderConfig` or `TokenEmbedding`. The
-    method `output` of the `Embedder` or the Haiku module then returns an `OutputLayer`. Pass the
-    `OutputLayer` to a loss or to `linear_logits`. The `OutputLayer` also has the `pad_id` of the
-    input layer, so padding is never predicted.
+    Pass an `OutputConfig` as the argument `output` of `EmbedderConfig` or `TokenEmbedding`. Then
+    call the method `output` of your layer (an `Embedder`, a `TransformerEmbedding` or a
+    `TokenEmbedding`). It returns an `OutputLayer`, which you pass to a loss or to `linear_logits`.
+    The `OutputLayer` also has the `pad_id` of the input layer, so padding is never predicted.
 
     Args:
         tied: Whether the output layer uses the token table. If False, the output layer has a table
@@ -106,11 +106,11 @@ class EmbedderConfig:
             1). Vaswani et al. (2017) use 0.1.
         pad_id: The id of padding. Padding is never predicted, and positions count from the first
             token of each batch row. The token vector of padding is zeros, but the encoding of a
-            position is added to the zeros (the `at_padding` of `Sinusoidal` or `Learned` says which
-            position). So your attention mask must hide padding. Pass only an id that never occurs
-            inside a text. If your texts are padded with the id that ends a text, leave `pad_id`
-            out, and make positions and masks with `TokenPositions.from_lengths`. If None, no id is
-            padding.
+            position is added to the zeros. (Set this position by the `at_padding` of `Sinusoidal`
+            or `Learned`.) So your attention mask must hide padding. Pass only an id that never
+            occurs inside a text. If your texts are padded with the id that ends a text, leave
+            `pad_id` out, and make positions and masks with `TokenPositions.from_lengths`. If None,
+            no id is padding.
         scale: The factor of the token vectors: a number above 0, or "sqrt_d_model" for the square
             root of the width of the table. (The width is `embedding_width` if you set this field,
             and otherwise `d_model`.) 1.0 leaves the table rows as they are.
@@ -133,18 +133,18 @@ class EmbedderConfig:
         output: The description of the output layer. If None, there is no output layer, and the
             method `output` raises an error.
         init_stddev: The standard deviation of the initial values of all tables, a number above 0.
-            BERT, GPT-2 and Llama have 0.02 (`initializer_range`). If None, each table has the
-            standard deviation that the formulas in "Edge cases" give, with which training starts
-            well.
+            BERT, GPT-2 and Llama have 0.02 (`initializer_range`). If None, the formulas in "Edge
+            cases" give the standard deviation of each table. Training starts well with these
+            values.
         row_multiple: A number that divides the number of rows of the token tables. If `vocab_size`
             is not a multiple, rows are added. For example, 129 ids with `row_multiple=128` get a
             table of 256 rows. Set it so that the devices of a mesh divide the rows evenly; 128 fits
             most meshes. The added rows are never read or predicted, and have gradients of 0. But
             they count in statistics of a whole table, so do not use an optimizer that computes the
             mean or the size of a whole table. For example, if 129 rows are padded to 256,
-            `optax.clip_by_block_rms` lets through updates 1.41 times as large as without padding. A
-            step of `optax.adafactor` is 0.71 times as large if the added rows are zeros, as in
-            loaded and resized tables.
+            `optax.clip_by_block_rms` takes a mean over 256 rows, and lets through updates 1.41
+            times as large as without padding. A step of `optax.adafactor` is 0.71 times as large if
+            the added rows are zeros, as in loaded and resized tables.
         spread: Whether the rows of neighbouring ids are far apart in the token table. Set True if
             the rows are split over many devices. The frequent ids are usually the lowest ones, so
             without spreading, the first device holds the rows of most tokens. With True, each
@@ -172,9 +172,9 @@ class EmbedderConfig:
           log(vocab_size). Learned positions and token types have m * s / 2. The table of an untied
           output layer has 1 / (2 * o * sqrt(w)). The page Performance has measurements.
         - With a `pad_id`, positions differ between batch rows, so on a CPU, evaluation with
-          sinusoids takes 1.2 to 1.8 times as long. If padding is on the right, pass
-          `positions=np.arange(length)`. This is faster, and each token gets the same position as
-          without this argument.
+          sinusoids takes 1.2 to 1.8 times as long as without a `pad_id`. If padding is on the
+          right, pass `positions=np.arange(length)`. This is faster, and each token gets the same
+          position as without this argument.
     """
 
     vocab_size: int

@@ -100,10 +100,11 @@ class PositionalEncoding(hk.Module):
             x: The token vectors, of a floating dtype. Shape [..., length, d_model].
             is_training: A Python bool. If True, dropout is applied. With a `dropout_rate` above 0,
                 the program then needs a random key (`apply(params, key, ...)` of `hk.transform`).
-            positions: The positions: integers, or float32 for sinusoids. Shape [length], or any
-                shape [..., length] that broadcasts to the leading axes of `x`. If None, positions
-                count from `scheme.start` on. If the scheme has a `pad_id` or `at_padding`, you must
-                pass positions, because `x` does not show which tokens are padding.
+            positions: The positions: integers, or float32 for sinusoids. Shape [length], [batch,
+                length], or another shape that broadcasts to the axes [..., length] of `x`. If None,
+                positions count from `scheme.start` on. If the scheme has a `pad_id` or
+                `at_padding`, you must pass positions, because `x` does not show which tokens are
+                padding.
 
         Returns:
             The sums, of the dtype of `x`. Shape [..., length, d_model].

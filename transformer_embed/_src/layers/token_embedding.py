@@ -40,13 +40,13 @@ class TokenEmbedding(hk.Module):
         te.TokenEmbedding(vocab_size, embed_dim=embed_dim, scale=1.0, name="embed",
                           w_init=hk.initializers.TruncatedNormal())
 
-    `hk.Embed` names its parameters by its class: `embed`, and `embed_1` for a second module. With
-    `name="embed"`, this module has the same names, so old checkpoints fit. For the same seed, the
-    initial values are the same, too. The module has the attributes of `hk.Embed` that programs
-    read: `vocab_size`, `embed_dim`, `embeddings` and `lookup_style`. You can also keep `hk.Embed`,
-    and read its table by `te.lookup(hk.Embed(vocab_size, embed_dim).embeddings, ids)`. Then the
-    names of parameters stay the same, an id outside the vocabulary returns NaN, and you can train
-    the table with `te.rows`.
+    Haiku names a module `hk.Embed` by its class: "embed", and "embed_1" for a second one. With
+    `name="embed"`, a `TokenEmbedding` gets the same names, so old checkpoints fit. For the same
+    seed, the initial values are the same, too. `TokenEmbedding` has the attributes of `hk.Embed`
+    that programs read: `vocab_size`, `embed_dim`, `embeddings` and `lookup_style`. You can also
+    keep `hk.Embed`, and read its table by
+    `te.lookup(hk.Embed(vocab_size, embed_dim).embeddings, ids)`. Then the names of parameters stay
+    the same, an id outside the vocabulary returns NaN, and you can train the table with `te.rows`.
 
     Args:
         vocab_size: The number of ids, at least 1. You may leave it out if you pass an

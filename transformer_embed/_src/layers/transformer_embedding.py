@@ -22,10 +22,10 @@ from transformer_embed._src.tokens.output_layer import OutputLayer
 class TransformerEmbedding(hk.Module):
     """Computes the input layer of a Transformer: tokens, positions, token types, norm and dropout.
 
-    Use it as the first layer of your model. The sum of tokens, positions and token types, and the
-    layer norm, are computed in float32 and rounded once to `config.dtype`. Then dropout is applied.
-    If the config has an `embedding_width`, a linear layer changes the width to `d_model` at the
-    end.
+    Use it as the first layer of your model. It adds tokens, positions and token types and applies
+    the layer norm, all in float32, and rounds the result once to `config.dtype`. Then it applies
+    dropout. If the config has an `embedding_width`, a linear layer changes the width to `d_model`
+    at the end.
 
     To use a published checkpoint in your own model, load the checkpoint and start from the loaded
     parameters. The module may have any name and be inside other modules:
@@ -40,8 +40,8 @@ class TransformerEmbedding(hk.Module):
 
     Args:
         config: The description of the layer. See `EmbedderConfig`.
-        initial_params: The initial values of the module's parameters: a Haiku parameter tree that
-            contains one layer of this config, at any path. You can pass the result of
+        initial_params: The initial values of the module's parameters, as a Haiku parameter tree.
+            The tree contains one layer of this config, at any path. You can pass the result of
             `Embedder.init`, the parameters of a checkpoint, or the parameters of a whole model. If
             you set it, call `init` outside `jax.jit`, because inside `jax.jit` the values would
             become constants of the compiled program. If None, the initial values are random, with

@@ -98,9 +98,9 @@ def alibi_bias(
         The bias, of `dtype`. Shape [B or 1, num_heads, T, S], or [num_heads, T, S] if the positions
         of queries and keys have no batch axis. Distances are exact integers for any two positions.
         A bias is computed in float32 (relative error below 1.8e-7) and rounded once. The magnitude
-        of the bias is at most a quarter of the largest number of the dtype. So you can add the bias
-        of `mask_to_bias`: the sum is finite, and masked keys stay masked. You can reach this limit
-        only in float16, where it is 16376.
+        of the bias is at most a quarter of the largest number of the dtype. (Only float16 is so
+        narrow that a distance can reach this limit, 16376.) For masked keys, `mask_to_bias` adds
+        minus half of the largest number. So the sum of both is finite, and masked keys stay masked.
 
     Raises:
         TypeError: Positions are not integers, or are a jax array of uint32 or uint64. `causal` is
@@ -141,9 +141,9 @@ def relative_position_buckets(
     """Computes T5's bucket of the distance between each query and key.
 
     A bucket is the index of a row in a table of biases, which `te.RelativePositionBias` learns. Let
-    m be the number of buckets for each direction (keys before the query, or after it), and let e =
-    m // 2. The first e buckets hold a single distance each. Each later bucket holds a range of
-    distances. The bucket of distance n is
+    m be the number of buckets for the keys on one side of the query, and let e = m // 2. The first
+    e buckets hold a single distance each. Each later bucket holds a range of distances. The bucket
+    of distance n is
 
         n                                                                     if n < e
         min(m - 1, e + floor(log(n / e) / log(max_distance / e) * (m - e)))   otherwise

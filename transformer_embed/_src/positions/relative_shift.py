@@ -14,9 +14,10 @@ def relative_shift(logits: ArrayLike, num_keys: int | None = None) -> Float[Arra
     """Moves the logits of relative distances to the keys at these distances.
 
     Use it for attention with relative embeddings (Transformer-XL, XLNet, Music Transformer). In
-    these models, you multiply each query by the embedding of each distance, which is one matrix
-    product. This function then moves each product to the column of the key that has this distance
-    from the query. The T queries are the last T of the S keys, and the result is
+    these models, one matrix product multiplies each query by the embedding of each distance. The
+    product with the distance n belongs in the column of the key at the distance n from the query.
+    This function moves each product into its column. The T queries are the last T of the S keys,
+    and the result is
 
         result[..., t, s] = logits[..., t, s + T - 1 - t]
 

@@ -37,9 +37,9 @@ def apply_rotary(
     projects" has the arguments for each published model.
 
     The channels of a head form pairs. Each pair has a frequency, which is the angle per unit of
-    position. With the defaults, pair i (from 0 to head_dim // 2 - 1) consists of the channels a = i
-    and b = i + head_dim // 2. With `angle = position * base ** (-2i / head_dim)`, the channels a
-    and b become
+    position. With the defaults, pair i consists of the channels a = i and b = i + head_dim // 2.
+    For example, with head_dim = 64, pair 0 has the channels 0 and 32. With
+    `angle = position * base ** (-2i / head_dim)`, the channels a and b become
 
         x[..., a] * cos(angle) - x[..., b] * sin(angle)
         x[..., b] * cos(angle) + x[..., a] * sin(angle)
@@ -51,9 +51,9 @@ def apply_rotary(
         x: The queries or keys, of a floating dtype. Shape [..., length, heads, head_dim]. If the
             heads come before the length in your arrays, swap these two axes first.
         positions: The position of each token, such as `TokenPositions.positions`. Integers of any
-            dtype, or float32. Shape [length], or a shape that broadcasts to the first axes of x,
-            [..., length], such as [batch, length]. If you set `pair_axes`, add a last axis:
-            [..., length, axes].
+            dtype, or float32. Shape [length], [batch, length], or another shape that broadcasts to
+            the axes [..., length] of x. If you set `pair_axes`, add a last axis: [..., length,
+            axes].
         base: The base of the frequencies, above 0, often called theta. Pass the `rope_theta` of a
             published model.
         layout: Which channels form a pair. `"half"` pairs i with i + head_dim // 2. `"interleaved"`
@@ -64,8 +64,8 @@ def apply_rotary(
             rotated.
         partial: Which channels are rotated if `rotary_dim` is set. `"first"` rotates the first
             `rotary_dim` channels, like a head of that size. `"proportional"` (Gemma) makes pairs of
-            all channels of the head, with the frequencies of a whole head, and rotates only the
-            first rotary_dim / 2 pairs.
+            all channels of the head, but rotates only the first rotary_dim / 2 pairs. Each pair has
+            the same frequency as if the whole head were rotated.
         scaling: How the frequencies are changed for texts that are longer than in training. Pass
             the scaling that your model was published with: a `LinearScaling`, `NTKScaling`,
             `YarnScaling`, `Llama3Scaling` or `LongRopeScaling`. If None, the frequencies stay as
@@ -100,8 +100,8 @@ def apply_rotary(
         True
 
     Edge cases:
-        - The error of cosines and sines is at most 6.0e-8 at every int32 and uint32 position. The
-          error is as small at float positions below 2**24 in magnitude, if no frequency is above
+        - The error of cosines and sines is at most 6.0e-8 at every int32 and uint32 position. At
+          float positions below 2**24 in magnitude, the same bound holds if no frequency is above
           1000 radians per position. If a scaling has an attention factor, the error is multiplied
           by this factor, and one float32 rounding is added.
         - The rotation is computed in float32, or in float64 if x is float64, and rounded once to

@@ -149,17 +149,17 @@ class YarnScaling(_Scaling):
     factor, so the attention scores are multiplied by the square of this factor.
 
     A frequency is high if it makes many full turns over the trained length. For d rotated channels,
-    frequency i is base ** (-2i / d), so high frequencies have low indices. The frequency that makes
-    n turns has the index `index(n) = d * ln(original_length / (2 * pi * n)) / (2 * ln(base))`. Let
-    first = max(index(beta_fast), 0) and last = min(index(beta_slow), d - 1). The ramp is 0 up to
-    the index first, 1 from the index last on, and rises evenly between them. A frequency is kept
-    where the ramp is 0, and divided by `factor` where the ramp is 1. Between first and last, it is
-    a blend of both:
+    frequency i is base ** (-2i / d), so high frequencies have low indices. The ramp is a number for
+    each index: 0 up to the index `first`, 1 from the index `last` on, and rising evenly between
+    these two. A frequency is kept where the ramp is 0, and divided by `factor` where the ramp is 1.
+    Between `first` and `last`, it is a blend of both:
 
         frequency[i] = base ** (-2i / d) * (1 - ramp[i] + ramp[i] / factor)
 
-    If first and last are equal, 0.001 is added to last, as in transformers, so the ramp becomes a
-    step.
+    Here `first = max(index(beta_fast), 0)` and `last = min(index(beta_slow), d - 1)`. The index of
+    the frequency that makes n turns is
+    `index(n) = d * ln(original_length / (2 * pi * n)) / (2 * ln(base))`. If `first` and `last` are
+    equal, 0.001 is added to `last`, as in transformers, so the ramp becomes a step.
 
     The attention factor multiplies cosines and sines. By default it is computed from `factor`,
     `mscale` and `mscale_all_dim`, as m(mscale) / m(mscale_all_dim), where m(s) = 0.1 * s *
@@ -175,12 +175,12 @@ class YarnScaling(_Scaling):
             frequency is between them.
         beta_slow: A number of full turns, above 0. Frequencies that make at most so many full turns
             over the trained length are divided by `factor`.
-        truncate: Whether the two ends of the ramp, first and last, are rounded to integers: first
-            is rounded down and last up. Pass False for gpt-oss.
-        mscale: A number in the formula of the attention factor, at least 0. Pass the `mscale` of
-            the model's config.json, if there is one, as in DeepSeek's.
-        mscale_all_dim: A number in the formula of the attention factor, at least 0. Pass the
-            `mscale_all_dim` of the model's config.json, if there is one.
+        truncate: Whether the two ends of the ramp are rounded to integers, `first` down and `last`
+            up. Pass False for gpt-oss.
+        mscale: A number in the formula of the attention factor, at least 0. Pass the entry `mscale`
+            of the model's config.json, if the file has this entry. (The files of DeepSeek have it.)
+        mscale_all_dim: A number in the formula of the attention factor, at least 0. Pass the entry
+            `mscale_all_dim` of the model's config.json, if the file has this entry.
         attention_factor: The number that multiplies cosines and sines, above 0. Pass it if the
             config.json of your model has it. If None, the number is computed by the formula above.
 

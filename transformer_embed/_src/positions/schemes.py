@@ -41,11 +41,11 @@ class PositionScheme:
     """Says how an input layer counts and encodes positions, for `EmbedderConfig` and the modules.
 
     A scheme says which position vectors are added to the token vectors. `Sinusoidal`,
-    `SinusoidalGrid` and `Learned` are schemes. To make a scheme of your own, write a subclass that
-    is a frozen dataclass, with the method `encoding` and the fields that this method needs. If you
-    use a field name of the three schemes, such as `start` or `base`, your field is converted and
-    checked in the same way. `save_embedder` writes the name of your class into the file, so define
-    the class before you call `load_embedder`.
+    `SinusoidalGrid` and `Learned` are schemes. To make a scheme of your own, write a subclass of
+    `PositionScheme` as a frozen dataclass. Give it the method `encoding`, and the fields that this
+    method needs. If you use a field name of the three schemes, such as `start` or `base`, your
+    field is converted and checked in the same way. `save_embedder` writes the name of your class
+    into the file, so define the class before you call `load_embedder`.
 
     Args:
         start: The position of the first token, if you pass no positions.
@@ -221,11 +221,11 @@ class SinusoidalGrid(PositionScheme, Sinusoids):
     Raises:
         TypeError: `shape` or `axes` is not a tuple of ints, or `axis_positions` does not hold
             sequences of numbers. An option of `sinusoidal_encoding` has a wrong type.
-        ValueError: `shape` is out of its range, or `axes` is not a permutation. `axis_positions`
-            does not have a number for each point along each axis. A batch row has more patches than
-            the grid has points. An option of `sinusoidal_encoding` is out of its range. If an
-            option does not fit the `d_model` of a layer, the error is raised when you make the
-            layer.
+        ValueError: `shape` is out of its range, or `axes` is not a permutation. Along some axis,
+            `axis_positions` has more or fewer numbers than the grid has points. A batch row has
+            more patches than the grid has points. An option of `sinusoidal_encoding` is out of its
+            range. If an option does not fit the `d_model` of a layer, the error is raised when you
+            make the layer.
 
     Example:
         >>> import numpy as np

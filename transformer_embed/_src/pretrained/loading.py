@@ -92,8 +92,9 @@ def load_embedder(
             object in config.json that describes the part, such as "decoder" or
             "thinker_config.text_config". If None, the object `text_config` is read if there is one,
             and otherwise all of config.json. If several parts have a token table in the file, the
-            table of the chosen part is read. In the examples, the name of this table begins with
-            "decoder." or "thinker.".
+            table of the chosen part is read. For example, with "decoder" this is the table whose
+            name begins with "decoder.", and with "thinker_config.text_config" it is the table whose
+            name begins with "thinker.".
         shardings: How parameters are split over a mesh, as a dict {path of a parameter: sharding},
             such as {"token_embedding/embeddings": NamedSharding(mesh, P("data"))}. The end of a
             path is enough if no other path ends with it. The part of each device is read from the
@@ -107,11 +108,11 @@ def load_embedder(
 
     Returns:
         A `PretrainedInput`. Each parameter has the dtype of its tensor, `config.param_dtype` is the
-        dtype of the token table, and `config.dtype` is None. If the file is of a published
-        model, `config.pad_id` is None, because the model uses the stored row for padding. A
-        `pad_id` would make the vector of padding zeros. `config.output` is the output layer of the
-        model. If `config.output` is None, `no_output` says why. In an encoder-decoder model, an
-        untied output layer belongs to the decoder.
+        dtype of the token table, and `config.dtype` is None. If the file is of a published model,
+        `config.pad_id` is None, because the model uses the stored row for padding. With a `pad_id`,
+        the vector of padding would be all zeros. `config.output` is the output layer of the model.
+        If `config.output` is None, `no_output` says why. In an encoder-decoder model, an untied
+        output layer belongs to the decoder.
 
     Raises:
         FileNotFoundError: There is no file at the path.

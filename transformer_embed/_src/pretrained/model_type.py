@@ -88,20 +88,21 @@ class ModelType(NamedTuple):
             "per_layer_projection_norm". They make an extra input for each layer (Gemma 3n and 4).
             If empty, layers have no extra input.
         may_lack: The parameters that may have no tensor in a file. Each parameter is named by the
-            end of its path, such as "layer_norm/offset". The field is one string, with spaces
+            end of its path, such as "layer_norm/offset". `may_lack` is one string, with spaces
             between the names.
-        start: The position of the first token, as a number, or the name of the config.json entry
-            that has the id of padding. If `start` is such a name, the position of the first token
-            is the id of padding + 1. For example, the id of padding is 1 in RoBERTa, so the first
-            token has position 2. All padding has the position before the first token. If the id of
+        start: The position of the first token, as a number. If this position depends on the id of
+            padding, `start` is the name of the config.json entry that has the id, and the position
+            is the id + 1. For example, the id of padding is 1 in RoBERTa, so the first token has
+            position 2. All padding has the position of the first token minus 1. If the id of
             padding is not known, padding is counted like tokens.
         sinusoids: The scheme of sinusoidal positions. If None, the model has no sinusoidal
             positions. The fields `start`, `at_padding` and `pad_id` of the scheme have their
             defaults here. `load_embedder` sets them, from `ModelType.start` and from the id of
             padding in config.json.
         scale: The factor of the token vectors. If True, the factor is the square root of the width
-            of the vectors. If False, the factor is 1. `scale` may also be a number, or the name of
-            the config.json entry that has one of these values, such as "scale_embedding".
+            of the vectors. If False, the factor is 1. `scale` may also be the factor itself, or the
+            name of an entry of config.json that holds True, False or the factor, such as
+            "scale_embedding".
         rotary: The layout of rotary embeddings, "half" or "interleaved", as `apply_rotary` takes
             it. `rotary` may also be the name of the config.json entry that chooses the layout: true
             means "interleaved", and false means "half". If empty, no layer has rotary embeddings.
@@ -110,9 +111,10 @@ class ModelType(NamedTuple):
             the list is used instead. Otherwise, other entries of config.json say which layers have
             the second of the two kinds. If these are every nth layer, the field `phase` says with
             which layer they begin. If empty, the kinds are known only if config.json lists them.
-        phase: The index of the first layer of the second kind in `kinds`, if every nth layer is of
-            this kind. -1 means index n - 1. For example, with n = 3, `phase` = -1 and the kinds
-            ("sliding_attention", "full_attention"), layers 2, 5, 8 and so on have full attention.
+        phase: The index of the first layer that has the second of the two `kinds`. The field
+            matters only if every nth layer has this kind. -1 means index n - 1. For example, with n
+            = 3, `phase` = -1 and the kinds ("sliding_attention", "full_attention"), layers 2, 5, 8
+            and so on have full attention.
         rotates: Which layers use rotary embeddings. If "sliding_attention", the layers with a
             sliding window use them. If "sliding or all", the layers with a sliding window use them,
             or all layers if no layer has a window. If empty, all layers use them, except kinds that
@@ -149,17 +151,17 @@ class ModelType(NamedTuple):
             the dict has `rope_theta` only if the default is not 10000.
         unread: Entries of config.json that this model type does not read, although similar model
             types do. The default of such an entry is used. If config.json has the entry all the
-            same, the method `status` says whether that is an error. The field is one string, with
+            same, the method `status` says whether that is an error. `unread` is one string, with
             spaces between the names.
         no_effect: Entries of config.json that change nothing in models of this type, although they
             have an effect in other types. The field may also have the name of a module, whose
-            tensors then have no effect. The field is one string, with spaces between the names.
-        aliases: The name of one entry, a colon, and other names that the entry has only in files of
-            this model type. For example, "logit_scale: lm_head_multiplier logits_scaling" says that
-            the entry `logit_scale` may also be called `lm_head_multiplier` or `logits_scaling`. If
-            config.json has several of the three names, the value of `lm_head_multiplier` is used
-            first, then `logits_scaling`, then `logit_scale`. If `aliases` is empty, there are no
-            such names.
+            tensors then have no effect. `no_effect` is one string, with spaces between the names.
+        aliases: Other names that one entry of config.json has only in files of this model type. The
+            string has the name of the entry, a colon, and the other names. For example,
+            "logit_scale: lm_head_multiplier logits_scaling" says that the entry `logit_scale` may
+            also be called `lm_head_multiplier` or `logits_scaling`. If config.json has several of
+            the three names, the value of `lm_head_multiplier` is used first, then `logits_scaling`,
+            then `logit_scale`. If `aliases` is empty, there are no such names.
         head: The modules that may be the output layer. The first module that is in the file is
             used.
         has_conv1d: Whether the weights of linear layers are stored as [in, out], as in GPT-2.
@@ -233,10 +235,10 @@ class ModelType(NamedTuple):
         """Returns the entries that this type reads, each with the names that it may have in a file.
 
         This package has one name for each entry of config.json, such as "hidden_size". Files of
-        some models have another name for the entry, such as "n_embd". The result lists the names in
-        this order: the names in the field `aliases` of the model type, the name in this package,
-        and the other names that any model may use. If a file has several of the names, the first
-        one is used.
+        some models have another name for the entry, such as "n_embd". For each entry, the result
+        has first the names in the field `aliases` of the model type, then the name in this package,
+        and last the other names that any model may use. If a file has several of the names, the
+        first one is used.
         """
         # `start`, `scale` and `rotary` may hold the name of an entry. If they hold a number or a
         # layout, the loop over `ENTRIES` below leaves it out.

@@ -62,13 +62,14 @@ def save_embedder(
     Args:
         path: The file to write or replace.
         config: The config of the layer, as `Embedder` takes it.
-        params: A Haiku parameter tree that contains the parameters of one layer that fits the
-            config, at any path. You may pass the parameters of a whole model. All parameters are
-            float32, bfloat16 or float16. The parameters of the layer are written under the paths
-            that `Embedder(config).init` gives them. If `bias` has the arguments of a
-            `RelativePositionBias`, the tree must also contain one module with the name
-            `relative_position_bias`, at any path. Its table is written under this name. All other
-            parameters are written under the paths that they have in `params`.
+        params: A Haiku parameter tree with the parameters of one layer. The layer fits the config,
+            and its parameters may have any path, so you may pass the parameters of a whole model.
+            All parameters are float32, bfloat16 or float16. The parameters of the layer are written
+            under the paths that `Embedder(config).init` gives them. If you pass the arguments of a
+            `RelativePositionBias` as `bias`, the tree must also contain the table of one such
+            module, at a path such as "decoder/relative_position_bias". The table is written under
+            the name `relative_position_bias`. All other parameters are written under the paths that
+            they have in `params`.
         layers: A `Layer` for each layer of the model, as a sequence. `load_embedder` will return
             the sequence again.
         bias: The keyword arguments of `RelativePositionBias` or `alibi_bias`, if the model has a
@@ -159,9 +160,9 @@ def save_into(
         path: The path that you passed to `load_embedder`: a safetensors file, an index file, or a
             folder.
         config: The config of the layer, as `load_embedder` returned it.
-        params: A Haiku parameter tree that contains one layer that fits the config, at any path.
-            You may pass the parameters of a whole model. Table rows that `row_multiple` added are
-            not written.
+        params: A Haiku parameter tree with the parameters of one layer. The layer fits the config,
+            and its parameters may have any path, so you may pass the parameters of a whole model.
+            Table rows that `row_multiple` added are not written.
         names: The names of the tensors, as a dict {path of a parameter: name of a tensor}. Pass
             `found.names`, which `load_embedder` returned. If you leave out a parameter, the tensor
             of the parameter does not change in the checkpoint.

@@ -54,8 +54,8 @@ def exchange_load(
 
     Raises:
         TypeError: `ids` are not integers, `ids` are traced, or `max_rows` is not an int.
-        ValueError: `table` has no sharding over a mesh. The rows of `table` are not split over the
-            mesh, or the columns are. A mesh axis that splits the rows is not in `batch_axes`.
+        ValueError: `table` has no sharding over a mesh. No mesh axis splits the rows of `table`, or
+            a mesh axis splits the columns. A mesh axis that splits the rows is not in `batch_axes`.
             `config` has another number of rows than `table`. The number of devices does not divide
             the batch size. `batch_axes` are not axes of the mesh. `capacity` is not above 0, or
             `max_rows` is below 1.

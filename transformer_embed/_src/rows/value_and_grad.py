@@ -29,10 +29,11 @@ def value_and_grad(
     the loss with respect to the first argument. The gradient of a table holds only the rows that
     the batch reads.
 
-    Inside the loss, only `lookup` can read the tables that are named in `ids`. So if the loss
-    computes something from all parameters, such as an L2 norm, leave these tables out. The section
-    "Training by rows" of the reference page says what happens otherwise. To add the gradients of
-    many batches, or to average them over devices, see the page "Training loops".
+    `ids` names the tables that are trained by rows. Inside the loss, only `lookup` can read these
+    tables. So if the loss computes something from all parameters, such as an L2 norm, leave these
+    tables out. The section "Training by rows" of the reference page says what happens otherwise. To
+    add the gradients of many batches, or to average them over devices, see the page "Training
+    loops".
 
     Args:
         loss: A function of (params, ...) that returns a scalar, or (scalar, aux). For the tables

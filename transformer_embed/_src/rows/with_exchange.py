@@ -33,9 +33,10 @@ def with_exchange(
         ids: The ids that the function looks up, as a dict {name of a table: ids}. This and the next
             arguments are as in `value_and_grad`.
         config: The `EmbedderConfig` of the token table, if it pads or spreads the table rows.
-        capacity: The size of the buffers through which devices exchange rows. 1.0 is enough if all
-            devices are equally likely to be asked for rows. With 2.0, a buffer has room for at
-            least twice the mean number of requests.
+        capacity: The size of the buffers through which devices exchange rows, a number above 0. If
+            all devices are equally likely to be asked for rows, 1.0 is enough. Otherwise pass a
+            larger number: for example, with 2.0 a buffer has room for at least twice the mean
+            number of requests.
         max_rows: A bound on the number of distinct ids that each device looks up in a table. If
             None, there is no bound.
 

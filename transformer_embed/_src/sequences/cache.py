@@ -58,8 +58,10 @@ def write_cache(cache: Any, new: Any, slot: ArrayLike) -> tuple[Any, Bool[Array,
             For a ring of n slots, pass `jnp.where(tokens.padding_mask, tokens.positions % n, -1)`,
             where `tokens` is the `TokenPositions` of the new tokens, with a batch axis. The prompt
             may then be longer than the ring. If you write `length` new tokens first and then
-            attend, the last new tokens must not overwrite keys that the first new tokens should
-            see. So for a window of w tokens, the ring needs at least `w + length - 1` slots.
+            attend, the ring must still hold the keys that the first new token sees. So for a window
+            of w tokens, the ring needs at least `w + length - 1` slots. For example, with a window
+            of 4 tokens, the new tokens at the positions 10, 11 and 12 see the positions 7 to 12, so
+            the ring needs 6 slots.
 
     Returns:
         A pair. The first entry is the new cache. The second entry is a bool array [batch, length],

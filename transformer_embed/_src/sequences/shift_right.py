@@ -30,8 +30,8 @@ def shift_right(
             is one sequence.
 
     Returns:
-        int32, of the shape of `ids`. All labels of a sequence are one token further to the right,
-        so the last label of a sequence is not in the result.
+        The labels of each sequence, moved one token to the right after `first_id`, so the last
+        label of a sequence is not in the result. int32, of the shape of `ids`.
 
     Raises:
         TypeError: `ids` or `segment_ids` does not hold integers, or `first_id` is not a Python int.

@@ -66,16 +66,17 @@ class TokenPositions:
             the patches of an image, even if a causal mask, a window or a chunk would hide some of
             them. A token with a negative number is in no block. If None, there are no blocks. See
             `with_block_ids`.
-        places: Numbers that replace the positions in a causal mask and a window. Integers of shape
-            [length] or [batch, length]. You seldom set places yourself: the methods `take` and
-            `from_parents` make them. For example, if two answers follow one prompt, tokens of both
-            answers have the same positions but different places. If None, masks compare positions.
+        places: Numbers that a causal mask and a window compare in place of the positions. Integers
+            of shape [length] or [batch, length]. You seldom set places yourself: the methods `take`
+            and `from_parents` make them. For example, if two answers follow one prompt, tokens of
+            both answers have the same positions but different places. If None, masks compare
+            positions.
         ends: Numbers that limit which later tokens see a token. Integers of shape [length] or
-            [batch, length]. Under a causal mask, a token with place p and end e is seen only by
-            tokens with the places p to e - 1. For example, place 3 and end 5 mean that only the
-            places 3 and 4 see the token. So if two answers follow one prompt, each answer is hidden
-            from the other one. You seldom set ends yourself: the method `from_parents` makes them.
-            If None, all later tokens see the token.
+            [batch, length]. For example, under a causal mask, a token with place 3 and end 5 is
+            seen only by the tokens with the places 3 and 4. (A token's place is its number in
+            `places`.) You seldom set ends yourself: the method `from_parents` makes them. If two
+            answers follow one prompt, the ends hide each answer from the other one. If None, all
+            later tokens see the token.
 
     Raises:
         TypeError: An array does not hold integers, or an array is a jax array of uint32 or uint64.
@@ -215,12 +216,12 @@ class TokenPositions:
 
         Edge cases:
             - `AttentionMask.tile_kinds` says which tiles of a mask are empty or full, so that a
-              kernel can save work. If the tokens of each tile were neighbours in the old order, it
-              finds as many of these tiles as before. There is one exception: if a row is packed and
-              the mask has a `chunk`, it finds fewer.
+              kernel can save work. The method `take` keeps this saving if the tokens of each tile
+              were neighbours in the old row: `tile_kinds` then finds as many empty and full tiles
+              as for the old row. But if a row is packed and the mask has a `chunk`, `tile_kinds`
+              finds fewer.
             - If `order` is a jax array, its values are not checked. An index outside the row gives
-              padding. But if the tokens have no segment ids, nothing can be padding, so the index
-              gives a token with position 0.
+              padding if the tokens have segment ids, and otherwise a token with position 0.
         """
         # The arrays of the tokens, by name, each with a batch axis.
         arrays = batch_arrays(self)
@@ -367,8 +368,8 @@ class TokenPositions:
             TypeError: `ids` does not hold integers. `pad_id`, `end_id`, `start` or `at_padding` is
                 not a Python int.
             ValueError: `ids` has a rank other than 1 or 2. `pad_id`, `end_id`, `start` or
-                `at_padding` is outside int32, or `end_id` equals `pad_id`. `start` is so large that
-                the last position of a row without padding would be outside int32.
+                `at_padding` is outside int32, or `end_id` equals `pad_id`. The length of a row plus
+                `start` is above 2**31, so a position could be outside int32.
 
         Example:
             >>> import transformer_embed as te
@@ -415,8 +416,8 @@ class TokenPositions:
 
         Raises:
             TypeError: `mask` is not bool. `start` or `at_padding` is not a Python int.
-            ValueError: `mask` has a rank other than 1 or 2, or `start` is so large that the last
-                position of a row without padding would be outside int32.
+            ValueError: `mask` has a rank other than 1 or 2. The length of a row plus `start` is
+                above 2**31, so a position could be outside int32.
 
         Example:
             >>> import transformer_embed as te
@@ -580,9 +581,10 @@ class TokenPositions:
                 or [batch, length]. Write -1 for the root of a tree, and -2 for padding and for
                 empty slots of a cache. Tokens may be in any order.
             offset: The position of each root, the first token of a tree. Integers of shape [] or
-                [batch]. If the tree continues a cache, pass the number of tokens in the cache, so
-                the roots see all of them. With `parents` of shape [length] or [1, length] and an
-                offset of shape [batch], every batch row has the same tree.
+                [batch]. If the tree continues a cache, pass the number of tokens in the cache. For
+                example, roots at position 5 see the five tokens in the cache, at the positions 0 to
+                4. With `parents` of shape [length] or [1, length] and an offset of shape [batch],
+                every batch row has the same tree.
 
         Returns:
             TokenPositions of shape [batch, length], or [length] if neither `parents` nor `offset`

@@ -35,7 +35,7 @@ def check_batch(
             you pass `tokens`, and otherwise any shape. The ids must not be traced.
         tokens: The positions and segments of the ids, a `TokenPositions` that is not traced. If you
             pass it, the function checks that `ids` has the same shape. With `pad_id`, it also
-            checks where the padding is, and with `order`, the layout of the tokens.
+            checks where the padding is. With `order`, it also checks the layout of the tokens.
         vocab_size: The number of ids in the vocabulary, at least 1.
         pad_id: The id of padding, which may be outside the vocabulary, such as -100. Pass the
             `pad_id` of your config. If you also pass `tokens`, the ids are compared with the

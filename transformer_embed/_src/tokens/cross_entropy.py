@@ -112,9 +112,9 @@ def linear_cross_entropy(
         weights: A factor for the loss of each label. Floats that broadcast to the shape of the
             labels. Set it if some labels matter more than others. If None, all factors are 1.
         shift: How many tokens ahead each token predicts, a Python int. Pass 1 (or True) for a
-            language model. Then token t predicts `labels[..., t + 1]`, with the mask and the weight
-            of this label, and the last token predicts nothing. For a head that predicts k tokens
-            ahead, pass k. Pass 0 if you shifted the labels yourself.
+            language model. Then token t predicts `labels[..., t + 1]`, and the last token predicts
+            nothing. Entry t + 1 of the mask and the weights belongs to this prediction. For a head
+            that predicts k tokens ahead, pass k. Pass 0 if you shifted the labels yourself.
         segment_ids: The number of the document that each token belongs to. Integers of shape
             [length], or of a shape that broadcasts to the tokens. If a batch row holds several
             documents and you set `shift`, pass `segment_ids` of your `TokenPositions`. Then the
@@ -132,9 +132,9 @@ def linear_cross_entropy(
             batches. `"none"` returns the loss of each label, times the weight of the label.
         with_metrics: Whether `LossMetrics` are returned too. Set True to log them.
         chunk_size: The largest number of tokens in a chunk, the part of the batch whose logits are
-            held at once. Set a smaller number to save memory. If None, all tokens are one chunk if
-            the logits of all tokens take at most 256 MiB. Otherwise a number is chosen, as the
-            section "What the loss costs" of the reference page says.
+            held at once. Set a smaller number to save memory. If None, logits of at most 256 MiB
+            are computed in one chunk. For larger logits, a number is chosen, as the section "What
+            the loss costs" of the reference page says.
 
     Returns:
         The loss, a scalar in float32, or in float64 if x or the table is float64. With
@@ -143,13 +143,14 @@ def linear_cross_entropy(
         `LossMetrics`, so you can call `jax.value_and_grad(..., has_aux=True)`.
 
     Raises:
-        TypeError: An argument has a wrong type or dtype. The function is called inside the loss of
-            `te.rows.value_and_grad`, and the output layer uses a table that is trained by rows.
-            (Inside that loss, only some rows of the table are known, but the logits need all rows.)
+        TypeError: An argument has a wrong type or dtype. You call the function inside the loss of
+            `te.rows.value_and_grad`, with an output layer whose table is trained by rows. (Inside
+            that loss, only some rows of the table are known, but the logits need all rows.)
         ValueError: An argument is out of its range, or the shapes of the arguments do not fit.
             `segment_ids` is passed without `shift`. A size of the labels is symbolic (see
-            `jax.export`). The columns of the table are split over n devices, and the number of
-            table rows is not a multiple of n. (A config with `row_multiple=n` adds rows for that.)
+            `jax.export`). The columns of the table are split over n devices, and n does not divide
+            the number of table rows. (To compute logits, these devices split the rows instead of
+            the columns. A config with `row_multiple=n` makes the number of rows a multiple of n.)
 
     Example:
         >>> import jax, jax.numpy as jnp

@@ -85,8 +85,8 @@ def linear_divergence(
             factors are 1.
         shift: How many tokens ahead each token predicts, a Python int. Pass 1 (or True) for a
             language model. Then you can pass the same mask and weights as for
-            `linear_cross_entropy`. Entry t of these arrays is for the prediction of the id of token
-            t. With `shift=1`, this prediction is made from `x[..., t - 1, :]`. With
+            `linear_cross_entropy`. Entry t of the mask and the weights belongs to the prediction of
+            the id of token t. With `shift=1`, this prediction is made from `x[..., t - 1, :]`. With
             `reduction="none"`, entry t of the result is the divergence of the same prediction.
         segment_ids: The number of the document that each token belongs to. Integers of shape
             [length], or of a shape that broadcasts to the tokens. If a batch row holds several
@@ -107,15 +107,16 @@ def linear_divergence(
         most 1e-9. (With differences of `log_softmax`, the error would be 2e-7.)
 
     Raises:
-        TypeError: An argument has a wrong type or dtype. The function is called inside the loss of
-            `te.rows.value_and_grad`, and an output layer uses a table that is trained by rows.
-            (Inside that loss, only some rows of the table are known, but the logits need all rows.)
+        TypeError: An argument has a wrong type or dtype. You call the function inside the loss of
+            `te.rows.value_and_grad`, with an output layer whose table is trained by rows. (Inside
+            that loss, only some rows of the table are known, but the logits need all rows.)
         ValueError: The layers differ in `vocab_size` or in `pad_id`, or different mesh axes split
             the rows of the two tables. An argument is out of its range, or the shapes of the
             arguments do not fit. `beta` is passed without `kind="js"`, or `segment_ids` without
             `shift`. A size of `x` is symbolic (see `jax.export`). The columns of a table are split
-            over n devices, and the number of table rows is not a multiple of n. (A config with
-            `row_multiple=n` adds rows for that.)
+            over n devices, and n does not divide the number of table rows. (To compute logits,
+            these devices split the rows instead of the columns. A config with `row_multiple=n`
+            makes the number of rows a multiple of n.)
 
     Example:
         >>> import jax, jax.numpy as jnp

@@ -63,11 +63,11 @@ def linear_log_probs(
             table [vocab_size, d] of a layer that has only a table. Labels equal to the layer's
             `pad_id` are not counted.
         labels: The ids whose log-probabilities you want, of any integer dtype. Shape [...], like
-            the tokens of x. If you set `shift`, pass the ids of the text. Otherwise
-            `labels[..., t]` is the id whose log-probability token t predicts. To compare k
-            candidate ids at each token, such as the choices of a question or the ids from a
-            teacher's `linear_top_k`, pass shape [..., k]. The logits of a token are computed once
-            for all candidates of the token.
+            the tokens of x. If you set `shift`, pass the ids of the text. Otherwise the
+            log-probability of `labels[..., t]` is computed from `x[..., t, :]`. To compare k
+            candidate ids at each token, pass shape [..., k]. The candidates may be the choices of a
+            question, or the ids from a teacher's `linear_top_k`. The logits of a token are computed
+            once for all candidates of the token.
         temperature: The number that divides the logits, above 0 and at most 1e36. Pass the
             temperature at which the text was sampled, as a number or as a floating array that
             broadcasts to the tokens, such as [batch, 1]. An array may be traced and gets a
@@ -94,18 +94,19 @@ def linear_log_probs(
         The log-probabilities, in the shape of the labels, in float32, or in float64 if x or the
         table is float64. Entry t is the log-probability of `labels[..., t]`. This is also true if
         you set `shift`. With `with_entropy=True`, a pair of the log-probabilities and the entropies
-        in nats. The entropies have the shape of the tokens, and entry t is the entropy of the
-        prediction of `labels[..., t]`.
+        in nats. The entropies have the shape of the tokens. Entry t is the entropy of the
+        probabilities from which the log-probability of `labels[..., t]` is taken.
 
     Raises:
-        TypeError: An argument has a wrong type or dtype. The function is called inside the loss of
-            `te.rows.value_and_grad`, and the output layer uses a table that is trained by rows.
-            (Inside that loss, only some rows of the table are known, but the logits need all rows.)
+        TypeError: An argument has a wrong type or dtype. You call the function inside the loss of
+            `te.rows.value_and_grad`, with an output layer whose table is trained by rows. (Inside
+            that loss, only some rows of the table are known, but the logits need all rows.)
         ValueError: `temperature` is a number outside the range above, or an argument is out of its
             range. The shapes of the arguments do not fit, or `segment_ids` is passed without
             `shift`. A size of the labels is symbolic (see `jax.export`). The columns of the table
-            are split over n devices, and the number of table rows is not a multiple of n. (A config
-            with `row_multiple=n` adds rows for that.)
+            are split over n devices, and n does not divide the number of table rows. (To compute
+            logits, these devices split the rows instead of the columns. A config with
+            `row_multiple=n` makes the number of rows a multiple of n.)
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -293,8 +294,9 @@ def linear_top_k(
             int.
         ValueError: `k` is out of its range. A size of `x` is symbolic (see `jax.export`), or the
             width of the table differs from the width of x. The columns of the table are split over
-            n devices, and the number of table rows is not a multiple of n. (A config with
-            `row_multiple=n` adds rows for that.)
+            n devices, and n does not divide the number of table rows. (To compute logits, these
+            devices split the rows instead of the columns. A config with `row_multiple=n` makes the
+            number of rows a multiple of n.)
 
     Example:
         >>> import jax, jax.numpy as jnp

@@ -150,7 +150,7 @@ def linear_logits(
         out_sharding: How explicit mesh axes split the logits, as in `jnp.einsum`. If None, the
             vocabulary is split over all mesh axes that split the table. For example, for a table
             split as `P("x", "y")`, the vocabulary is split over ("x", "y"). The dimensions of
-            tokens are split as in x, without the mesh axes that split the table.
+            tokens are split as in x, except over the mesh axes that split the table.
 
     Returns:
         The logits, in float32, or in float64 if x or the table is float64. Shape [..., number of
@@ -160,8 +160,9 @@ def linear_logits(
         TypeError: `x` does not have a floating dtype of 16 bits or more, or `out_sharding` is not a
             sharding that `jnp.einsum` takes.
         ValueError: The width of the table differs from the width of x. The columns of the table are
-            split over n devices, and the number of table rows is not a multiple of n. (A config
-            with `row_multiple=n` adds rows for that.)
+            split over n devices, and n does not divide the number of table rows. (To compute
+            logits, these devices split the rows instead of the columns. A config with
+            `row_multiple=n` makes the number of rows a multiple of n.)
 
     Example:
         >>> import jax, jax.numpy as jnp
