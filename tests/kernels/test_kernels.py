@@ -271,6 +271,18 @@ def test_steps_run_the_tiles_in_which_a_pair_may_attend_and_load_no_others():
             assert loads[step] == loads[running[running >= step][0]]
 
 
+def test_a_row_of_tiles_runs_one_even_if_all_of_its_queries_are_padding():
+    """Else their softmax would have no keys, and the outputs would be NaN. Here, the window leaves the
+    last two of three tiles to the queries, which are the last tokens of the keys."""
+    keys = TokenPositions.from_lengths([200, 384], 384)
+    mask = AttentionMask(keys[:, 256:], keys, causal=True, window=(50, 0))
+    kernels, _ = te.kernels.splash_kernels(
+        mask, HEADS, order="right", q_offset=256, block_sizes=BLOCKS, interpret=True
+    )
+    for info in (kernels.fwd_mask_info, kernels.dq_mask_info):
+        assert (np.asarray(info.block_mask) > 0).any(-1).all()
+
+
 # Errors.
 
 BY_HAND = TokenPositions(jnp.arange(LENGTH)[::-1])

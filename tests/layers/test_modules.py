@@ -192,9 +192,10 @@ def test_every_product_has_the_dtype_of_a_policy_on_the_model(build, fields, cou
 def test_a_batch_reads_encodings_that_are_computed_once():
     """See `computed_once`. A batch of one row would only copy them."""
     pair = hk.transform(lambda x: added()(x, is_training=False))
-    for batch in 1, 2:
-        text = jax.jit(pair.apply).lower({}, None, X[:batch]).as_text()
-        assert ("stablehlo.gather" in text) == (batch == 2)
+    rows = {(5, 8): 1, (1, 5, 8): 1, (2, 5, 8): 2, (1, 2, 5, 8): 2}
+    for shape, count in rows.items():
+        text = jax.jit(pair.apply).lower({}, None, np.resize(X, shape)).as_text()
+        assert ("stablehlo.gather" in text) == (count == 2)
 
 
 # --- Errors, by message.

@@ -46,6 +46,14 @@ def test_any_tensor_is_read_as_it_is(opened):
     equal(read["cube.T"].astype(np.float32), ARRAYS["cube"].T)
 
 
+def test_a_name_of_the_metadata_is_read_unless_it_has_an_entry_of_its_own():
+    """`safetensors.torch.save_model` stores a tensor once, and maps its other names to that name."""
+    save_file(ARRAYS, "model.safetensors", {"tied": "table", "cube": "table"})
+    read = te.pretrained.open_checkpoint(".").read(["tied", "cube"])
+    equal(read["tied"], ARRAYS["table"])
+    equal(read["cube"], ARRAYS["cube"])
+
+
 @pytest.mark.parametrize("spec", [P("x"), P(None, "x"), P("x", None)])
 @pytest.mark.parametrize("name", ["table", "table.T", "cube"])
 def test_each_device_reads_its_part(opened, name, spec):

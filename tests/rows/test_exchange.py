@@ -58,10 +58,13 @@ def test_buffers_are_the_smallest_with_the_stated_probability(trials, share):
     assert room == trials or beyond(room - 3) > 1e-9 / checks
 
 
-def test_all_buffers_together_overflow_with_the_stated_probability(monkeypatch):
+# With two owners, a third of all buffers is for what devices receive.
+@pytest.mark.parametrize(("asked", "owners", "devices"), [(4096, 16, 64), (2**16, 2, 2)])
+def test_all_buffers_together_overflow_with_the_stated_probability(
+    monkeypatch, asked, owners, devices
+):
     """Of each device, a buffer for each owner, and one for what it receives."""
     monkeypatch.setattr(buffers, "TILE", 1)
-    asked, owners, devices = 4096, 16, 64
     room, received = buffers.plan_buffers(asked, owners, 10**6, devices, 1.0)
 
     def overflow(room, received):
@@ -156,6 +159,15 @@ def test_rows_that_do_not_fit_are_nan_and_counted(narrow, monkeypatch):
     np.add.at(expected, ids[~is_lost], 1)
     equal(np.asarray(rows)[~is_lost], TABLE[ids[~is_lost]])
     equal(gradient, expected)
+
+
+def test_room_that_no_request_uses_holds_no_nan():
+    """Nothing reads it, but jax_debug_nans would stop at it."""
+    with jax.set_mesh(MESH), jax.debug_nans(True):
+        table, ids = put(MESH, (TABLE, np.arange(24, dtype=np.int32)), BOTH)
+        read = lambda params: te.lookup(params["t"], ids)
+        rows = te.rows.with_exchange(read, ids={"t": ids}, capacity=16.0)({"t": table})
+    equal(rows, TABLE[:24])
 
 
 # --- what a step sends and holds

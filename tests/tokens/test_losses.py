@@ -489,6 +489,22 @@ def test_a_setting_out_of_range_does_no_harm_where_nothing_counts(name, outside)
     near(gradients(settings), gradients(inside), rtol=ERROR, atol=1e-7)
 
 
+def test_a_z_loss_of_any_size_does_no_harm_where_no_label_is_counted():
+    mask, z_loss = np.ones(SHAPE, bool), np.full(SHAPE, 0.5, np.float32)
+    mask[0, 1] = False
+    endless = z_loss.copy()
+    endless[0, 1] = np.inf
+
+    def gradients(z_loss):
+        def loss(x, table):
+            options = {"mask": mask, "z_loss": z_loss, "reduction": "none"}
+            return te.linear_cross_entropy(x, table, LABELS, **options).sum()
+
+        return jax.value_and_grad(loss, (0, 1))(X, TABLE)
+
+    equal(gradients(endless), gradients(z_loss))
+
+
 def test_a_softcap_keeps_bans_and_their_gradients_finite():
     def loss(logits_of, x, table, bias):
         return jax.nn.logsumexp(logits_of(x, table, bias), -1).sum()
@@ -810,6 +826,14 @@ def test_shards_send_no_table_and_no_logits(kind, name):
         step = jax.jit(jax.value_and_grad(functools.partial(total, EVERY[name]), (0, 1)))
         sent = collectives.collectives(step.lower(*arrays).compile())
     assert 0 < max(each.largest for each in sent) < 64 * 8
+
+
+@pytest.mark.parametrize("name", ["cross entropy", "log probs", "candidates"])
+def test_labels_in_rows_of_any_device_have_the_losses_of_one_device(name):
+    losses = jax.jit(EVERY[name])
+    with jax.set_mesh(MESH):
+        found = losses(put(MESH, MESH_X, "data"), put(MESH, MESH_TABLE, "model"))
+    near(found, losses(MESH_X, MESH_TABLE), rtol=ERROR, atol=ERROR)
 
 
 def test_the_gradient_of_split_columns_returns_to_them():
