@@ -63,9 +63,10 @@ def relative_shift(logits: ArrayLike, num_keys: int | None = None) -> Float[Arra
         (1, 1, 2, 4)
 
     Source:
-        Computing the logits of distances first, then shifting them, is from Dai et al.,
-        "Transformer-XL" (2019), appendix B, https://arxiv.org/abs/1901.02860. After the shift in
-        the authors' code, keys after the query have wrong logits, so the code must mask these keys.
+        The method is from Dai et al., "Transformer-XL" (2019), appendix B,
+        https://arxiv.org/abs/1901.02860: compute a logit for each distance, then shift each row to
+        the query. After the shift in the authors' code, keys after the query have wrong logits, so
+        the code must mask these keys.
     """
     logits = arguments.as_floats("logits", logits)
     has_columns = logits.ndim > 1 and logits.shape[-1] > 0

@@ -150,9 +150,9 @@ class ModelType(NamedTuple):
             is unusual. For example, every type that sets the field `rotary` reads `rope_theta`, so
             the dict has `rope_theta` only if the default is not 10000.
         unread: Entries of config.json that this model type does not read, although similar model
-            types do. The default of such an entry is used. If config.json has the entry all the
-            same, the method `status` says whether that is an error. `unread` is one string, with
-            spaces between the names.
+            types do. The default of such an entry is used. If a config.json has such an entry,
+            the method `status` says whether that is an error. `unread` is one string, with spaces
+            between the names.
         no_effect: Entries of config.json that change nothing in models of this type, although they
             have an effect in other types. The field may also have the name of a module, whose
             tensors then have no effect. `no_effect` is one string, with spaces between the names.

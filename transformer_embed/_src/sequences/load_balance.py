@@ -50,8 +50,8 @@ def load_balanced_order(
     Source:
         The order "zigzag" is from Zhu, https://github.com/zhuzilin/ring-flash-attention. The order
         "cyclic" is from Brandon et al., "Striped Attention" (2023),
-        https://arxiv.org/abs/2311.09431. In the paper, a device gets one token at a time. Here,
-        a device may get several.
+        https://arxiv.org/abs/2311.09431. In the paper, the tokens are dealt to the devices one by
+        one. Here, several tokens may be dealt at a time.
     """
     length = arguments.size("length", length)
     devices = arguments.size("devices", devices)

@@ -544,8 +544,8 @@ class TokenPositions:
         Edge cases:
             Segment ids in a jax array are not checked. If a sequence returns after another one, as
             in [1, 2, 1], the positions of the sequence continue: 0, 0, 1. So a causal mask still
-            hides all later tokens. A negative number becomes padding. To find sequences that return
-            and negative numbers in a data pipeline, call `te.check_batch`.
+            hides all later tokens. A negative number becomes padding. To find negative numbers, and
+            sequences that return, call `te.check_batch(..., order="packed")` in your data pipeline.
 
         Source:
             Packing is described by Raffel et al., "T5" (2020), section 3.5.2,

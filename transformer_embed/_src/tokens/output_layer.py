@@ -24,7 +24,7 @@ from transformer_embed._src.tokens.row_logits import row_logits
 class OutputLayer:
     """Holds an output layer, which multiplies hidden vectors with every table row to get logits.
 
-    Make an `OutputLayer` to pass your table, with a bias and settings, to the losses and to
+    An `OutputLayer` holds your table, a bias and the settings. Pass it to the losses and to
     `linear_logits`. If the output layer is tied to the embeddings, pass the embedding table. If you
     have an `Embedder`, a `TokenEmbedding` or a `TransformerEmbedding`, call the method `output` of
     this object instead.
