@@ -177,11 +177,10 @@ def _not_one_model(published: Published, matches: Mapping[str, Mapping[str, str]
         prefixes = [*matches]
         got = f"those under {prefixes} (`part` chooses)"
         return arguments.value_error(tensors.path, want, got)
-    has_table = False
     names_of_table = _names_of_table(published)
-    for table_name in names_of_table:
-        for name in tensors.files:
-            has_table = has_table or ends_with_parts(name, table_name)
+    has_table = any(
+        ends_with_parts(name, table_name) for table_name in names_of_table for name in tensors.files
+    )
     missing = "" if has_table else f" ({names_of_table[0]} is missing)"
     return arguments.value_error(tensors.path, want, tensors.listed() + missing)
 
