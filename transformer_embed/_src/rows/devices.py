@@ -20,8 +20,8 @@ def pmean(grads: Tree, axis_name: Any) -> Tree:
     equal rows are averaged.
 
     With `check_vma=True` (the default of `jax.shard_map`), `jax.grad` and `te.rows.value_and_grad`
-    already sum the gradients of parameters that all devices share. So in such a `jax.shard_map`,
-    average the loss over the devices, inside the function that is differentiated. Then the
+    already sum the gradients of parameters that all devices share. To get the mean instead of the
+    sum, return `jax.lax.pmean(loss, axis_name)` from the function that you differentiate. Then the
     gradients are equal on all devices, and you do not need `te.rows.pmean`.
 
     Args:

@@ -89,9 +89,9 @@ class RowGradient(SomeRows):
     Args:
         row_indices: The indices of the table rows that have a gradient. Integers of shape [k],
             ascending and distinct. An index of `num_rows` or above is padding. Row i is the row of
-            id i, except in a table whose `EmbedderConfig` has `spread=True`. If the gradient was
-            made with a `capacity`, the indices are split over the devices like the table: each
-            device has the indices of its own table rows, in ascending order.
+            id i, except in a table whose `EmbedderConfig` has `spread=True`. If you passed a
+            `capacity` to `value_and_grad`, each device holds the indices of its own table rows, in
+            ascending order.
         values: The gradients of these rows. Shape [k, d], floating. Rows of padding are zeros.
         num_rows: The number of rows of the table.
 
@@ -114,9 +114,9 @@ class RowGradient(SomeRows):
 
     Edge cases:
         - A scale may be as small as 1e-12. A cast to float16 loses the fingerprint.
-        - If the values change by less than a few percent, the fingerprint, the checksum of the
-          rows, does not show the change. If all values in the first 64 rows are below about 1e-26
-          in magnitude, the fingerprint shows no change of the values at all.
+        - The fingerprint is a checksum of the rows. It does not show a change of the values by less
+          than a few percent. If all values in the first 64 rows are below about 1e-26 in magnitude,
+          it shows no change of the values at all.
 
     Source:
         TensorFlow's IndexedSlices, https://www.tensorflow.org/api_docs/python/tf/IndexedSlices
