@@ -36,8 +36,8 @@ STYLES = (("o", "#0072B2"), ("s", "#D55E00"), ("^", "#009E73"), ("D", "#000000")
 # A matrix with more rows or columns than this has no lines between its cells.
 MOST_CELLS_WITH_LINES = 64
 # A bias of this or less hides a key: the softmax of such a low logit is 0 in any dtype. In float16,
-# `mask_to_bias` adds -32752, half of the lowest number. If another bias adds 16376, a quarter, this
-# number remains.
+# `mask_to_bias` adds -32752. With another bias of up to 16376, the key is still hidden, because
+# -32752 + 16376 = -16376.
 HIDING_BIAS = -16376
 # The options of a legend beside the picture, since one inside would cover the picture.
 LEGEND_BESIDE: Any = {

@@ -63,7 +63,7 @@ class Layer:
         mask: The keyword arguments of `AttentionMask`: `causal`, and `window` or `chunk` if the
             layer has one. In DeepSeek V4, layers with "compressed" in their `type` also see
             averages of earlier tokens. `AttentionMask` cannot describe these averages, so `mask`
-            has only the window of the layer.
+            only describes the window of the layer.
         query_scale: The keyword arguments of `te.query_scale`. If None, queries are not scaled by
             positions.
         image_blocks: Which tokens of the same image a token sees (Gemma 3 and 4). If "anywhere", a

@@ -29,8 +29,8 @@ def with_exchange(
     sent by a device that holds it, the owner of the row.
 
     Args:
-        function: A function of (params, ...). In it, only `lookup` may read the tables that `ids`
-            names.
+        function: A function of (params, ...). In this function, only `lookup` may read the tables
+            that `ids` names.
         ids: The ids that the function looks up, as a dict {name of a table: ids}. This and the next
             arguments are as in `value_and_grad`.
         config: The `EmbedderConfig` of the token table, if it pads or spreads the table rows.

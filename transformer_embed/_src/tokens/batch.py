@@ -24,7 +24,7 @@ def check_batch(
     order: str | None = None,
     max_len: int | None = None,
 ) -> None:
-    """Checks a batch, and raises an error that names the first wrong place.
+    """Checks a batch, and raises an error that says where the first mistake is.
 
     Call it in your data pipeline, outside `jax.jit`, because compiled code cannot raise errors
     about values. Inside `jax.jit`, `lookup` returns NaN for an id outside the vocabulary. The

@@ -148,9 +148,9 @@ def linear_cross_entropy(
             that loss, only some rows of the table are known, but the logits need all rows.)
         ValueError: An argument is out of its range, or the shapes of the arguments do not fit.
             `segment_ids` is passed without `shift`. A size of the labels is symbolic (see
-            `jax.export`). The columns of the table are split over n devices, and the number of rows
-            is not a multiple of n. (To compute logits, each of the n devices gets 1/n of the rows,
-            with all columns. A config with `row_multiple=n` makes the number of rows a multiple of
+            `jax.export`). The columns of the table are split over n devices. To compute logits,
+            each of these devices needs 1/n of the rows, with all columns, but n does not divide the
+            number of rows. (A config with `row_multiple=n` makes the number of rows a multiple of
             n.)
 
     Example:
@@ -188,8 +188,9 @@ def linear_cross_entropy(
         - A weight of 0 removes the loss of a label completely, even a loss that is infinite or NaN.
         - If some weights are negative, use `reduction="sum"`, because `"mean"` divides by the sum
           of the weights, which may be 0 or negative.
-        - If you pass `label_smoothing` or `z_loss` as an array, an entry out of range makes the
-          loss of the label NaN. But if the weight of the label is 0, the loss stays 0.
+        - `label_smoothing` and `z_loss` may be arrays, such as [0.1, 2.0] for two labels. An entry
+          out of range, here the label smoothing 2.0, makes the loss of its label NaN. But if the
+          weight of this label is 0, its loss is 0.
         - If x and the table are in bfloat16, the gradients of the logits are rounded to bfloat16
           before they are multiplied by x and by the table. A loss on `linear_logits` rounds them in
           the same way.

@@ -116,9 +116,9 @@ def linear_divergence(
             the rows of the two tables. An argument is out of its range, or the shapes of the
             arguments do not fit. `beta` is passed without `kind="js"`, or `segment_ids` without
             `shift`. A size of `x` is symbolic (see `jax.export`). The columns of a table are split
-            over n devices, and the number of rows is not a multiple of n. (To compute logits, each
-            of the n devices gets 1/n of the rows, with all columns. A config with `row_multiple=n`
-            makes the number of rows a multiple of n.)
+            over n devices. To compute logits, each of these devices needs 1/n of the rows, with all
+            columns, but n does not divide the number of rows. (A config with `row_multiple=n` makes
+            the number of rows a multiple of n.)
 
     Example:
         >>> import jax, jax.numpy as jnp

@@ -104,8 +104,8 @@ def linear_log_probs(
         ValueError: `temperature` is a number outside the range above, or an argument is out of its
             range. The shapes of the arguments do not fit, or `segment_ids` is passed without
             `shift`. A size of the labels is symbolic (see `jax.export`). The columns of the table
-            are split over n devices, and the number of rows is not a multiple of n. (To compute
-            logits, each of the n devices gets 1/n of the rows, with all columns. A config with
+            are split over n devices. To compute logits, each of these devices needs 1/n of the
+            rows, with all columns, but n does not divide the number of rows. (A config with
             `row_multiple=n` makes the number of rows a multiple of n.)
 
     Example:
@@ -135,8 +135,8 @@ def linear_log_probs(
           sum of probabilities by `jax.nn.logsumexp`. (Without candidates, a label that is not
           counted gets 0.)
         - If a counted label is outside the vocabulary, the log-probability is NaN.
-        - If you pass `temperature` as an array, an entry out of range makes the results of its
-          counted labels NaN.
+        - `temperature` may be an array, such as [0.7, -1.0] for two labels. An entry out of range,
+          here -1.0, makes the results for its label NaN, if the label is counted.
         - If the vocabulary is split over devices and x has 16 bits, the gradient of x is less
           accurate: each device rounds its part of the gradient to 16 bits before the parts are
           added.
@@ -295,9 +295,9 @@ def linear_top_k(
             int.
         ValueError: `k` is out of its range. A size of `x` is symbolic (see `jax.export`), or the
             width of the table differs from the width of x. The columns of the table are split over
-            n devices, and the number of rows is not a multiple of n. (To compute logits, each of
-            the n devices gets 1/n of the rows, with all columns. A config with `row_multiple=n`
-            makes the number of rows a multiple of n.)
+            n devices. To compute logits, each of these devices needs 1/n of the rows, with all
+            columns, but n does not divide the number of rows. (A config with `row_multiple=n` makes
+            the number of rows a multiple of n.)
 
     Example:
         >>> import jax, jax.numpy as jnp
