@@ -80,9 +80,10 @@ def load_embedder(
               "w", as Flax and Haiku store weights. Otherwise it is read as [out, in], as PyTorch
               stores weights.
             - If you add ".T" to the name of a tensor, the parameter is the transpose of the tensor.
-            - If the layer norm of your model has no bias, add the entry {"layer_norm/offset":
-              None}. If the linear layer after a token table of `embedding_width` columns has no
-              bias, add the entry {"widen/b": None}. The parameter is then filled with zeros.
+            - If the layer norm of your model has no bias, pass None as the name for
+              "layer_norm/offset". If the linear layer after a token table of `embedding_width`
+              columns has no bias, pass None as the name for "widen/b". The parameter is then filled
+              with zeros.
             - Leading axes of length 1 are dropped. For example, a tensor [1, 512, 64] is read as
               [512, 64].
         length: The number of tokens of the longest text that the model will read. Required for

@@ -97,9 +97,9 @@ class ModelType(NamedTuple):
             so the first token has position 2. All padding has the position before the first token,
             here 1. If the id of padding is not known, padding is counted like tokens.
         sinusoids: The scheme of sinusoidal positions. If None, the model has no sinusoidal
-            positions. The fields `start`, `at_padding` and `pad_id` of the scheme have their
-            defaults here. `load_embedder` sets them, from `ModelType.start` and from the id of
-            padding in config.json.
+            positions. Leave the fields `start`, `at_padding` and `pad_id` of the scheme at their
+            defaults: `load_embedder` sets them, from `ModelType.start` and from the id of padding
+            in config.json.
         scale: The factor of the token vectors. If True, the factor is the square root of the width
             of the vectors. If False, the factor is 1. `scale` may also be the factor itself, or the
             name of an entry of config.json that holds True, False or the factor, such as
@@ -160,8 +160,8 @@ class ModelType(NamedTuple):
             have an effect in other types. `no_effect` may also contain the name of a module. The
             tensors of this module then have no effect. `no_effect` is one string, with spaces
             between the names.
-        aliases: Other names that one entry of config.json has only in files of this model type. The
-            string has the name of the entry, a colon, and the other names. For example,
+        aliases: Other names for one entry of config.json, used only for this model type. The string
+            has the name of the entry, a colon, and the other names. For example, the text
             "logit_scale: lm_head_multiplier logits_scaling" says that the entry `logit_scale` may
             also be called `lm_head_multiplier` or `logits_scaling`. If config.json has several of
             the three names, the value of `lm_head_multiplier` is used first, then `logits_scaling`,

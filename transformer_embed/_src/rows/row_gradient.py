@@ -79,8 +79,9 @@ class RowGradient(SomeRows):
       used only inside this `jax.jit`.)
 
     Any other function of a gradient may give a wrong result, because it sees only some rows of the
-    table. So that you do not train with a wrong gradient, `apply_gradients` writes NaN into the
-    table rows of a gradient whose `fingerprint` no longer fits the values. For example,
+    table. `apply_gradients` notices such a function by the `fingerprint`, which is a checksum of
+    the rows. If the fingerprint no longer fits the values, `apply_gradients` writes NaN into the
+    table rows of the gradient, so that you do not train with a wrong gradient. For example,
     `jax.lax.pmean` over devices with different batches mixes rows, and `optax.clip_by_block_rms`
     computes the size of a table from some of the rows. A function that changes each number
     independently of the others, such as `jnp.sign` or `optax.clip`, also leads to NaN. Put such a

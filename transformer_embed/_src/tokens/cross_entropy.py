@@ -139,7 +139,7 @@ def linear_cross_entropy(
     Returns:
         The loss, a scalar in float32, or in float64 if x or the table is float64. With
         `reduction="none"`, an array in the shape of `labels`. Entry t is the loss of
-        `labels[..., t]`, also if you set `shift`. With `with_metrics=True`, a pair of the loss and
+        `labels[..., t]`, even with `shift`. With `with_metrics=True`, a pair of the loss and
         `LossMetrics`, so you can call `jax.value_and_grad(..., has_aux=True)`.
 
     Raises:

@@ -80,7 +80,7 @@ def linear_divergence(
             `temperature**2`.
         mask: Which tokens are counted. Bools that broadcast to the tokens, True = counted. There
             are no labels here, so only the mask can leave out padding. For example, pass
-            `ids != pad_id`, also if you set `shift`. If None, all tokens are counted.
+            `ids != pad_id`, even with `shift`. If None, all tokens are counted.
         weights: A factor for each token's divergence between student and teacher. Floats that
             broadcast to the tokens. Set it if some tokens matter more than others. If None, all
             factors are 1.

@@ -71,8 +71,8 @@ def linear_log_probs(
         temperature: The number that divides the logits, above 0 and at most 1e36. Pass the
             temperature at which the text was sampled, as a number or as a floating array that
             broadcasts to the tokens, such as [batch, 1]. An array may be traced and gets a
-            gradient. Entry t of an array divides the logits that predict `labels[..., t]`, also if
-            you set `shift`.
+            gradient. Entry t of an array divides the logits that predict `labels[..., t]`, even
+            with `shift`.
         mask: Which labels are counted. Bools that broadcast to the shape of the labels, True =
             counted. Set it to leave out the prompt. For one bool per batch row, pass
             `mask[:, None]`. If labels are [..., k] and you have one bool per token, pass
@@ -92,10 +92,10 @@ def linear_log_probs(
 
     Returns:
         The log-probabilities, in the shape of the labels, in float32, or in float64 if x or the
-        table is float64. Entry t is the log-probability of `labels[..., t]`. This is also true if
-        you set `shift`. With `with_entropy=True`, a pair of the log-probabilities and the entropies
-        in nats. The entropies have the shape of the tokens. Entry t is the entropy of the
-        distribution that predicts `labels[..., t]`.
+        table is float64. Entry t is the log-probability of `labels[..., t]`, even with `shift`.
+        With `with_entropy=True`, a pair of the log-probabilities and the entropies in nats. The
+        entropies have the shape of the tokens. Entry t is the entropy of the distribution that
+        predicts `labels[..., t]`.
 
     Raises:
         TypeError: An argument has a wrong type or dtype. You call the function inside the loss of
