@@ -63,11 +63,11 @@ class ModelType(NamedTuple):
 
     A module is a part of the model, such as a table or a norm. The name of a module is the name of
     its tensor without ".weight", and without the prefix that all names of the checkpoint share. For
-    example, "embed_tokens" is the module of the tensor "model.embed_tokens.weight". In a field such
-    as `tokens`, a string may list several modules, with spaces between them: the first of these
-    modules that is in the file is used. For example, "embed_tokens embed" means "embed_tokens" if
-    the file has it, and otherwise "embed". In the name of a module, "{stack}" stands for "encoder"
-    or "decoder".
+    example, "embed_tokens" is the module of the tensor "model.embed_tokens.weight". A field such as
+    `tokens` is a string, which may list several modules with spaces between them. The first of
+    these modules that is in the file is used. For example, "embed_tokens embed" means
+    "embed_tokens" if the file has it, and otherwise "embed". In the name of a module, "{stack}"
+    stands for "encoder" or "decoder".
 
     Args:
         name: The type, as config.json's `model_type` names it.

@@ -31,8 +31,8 @@ class TensorFacts(NamedTuple):
             transpose, put ".T" at the end of the name that you pass to `Checkpoint.read`. If False,
             the weight is stored as [in, out] (Flax, Haiku, and the layers of GPT-2), so you need no
             ".T". If None, the tensor is not the weight of a linear layer, but a table or a bias,
-            for example. It is also None if this package does not know how the weight is stored,
-            because the model type is unknown.
+            for example. The result is also None if this package does not know how the weight is
+            stored, because the model type is unknown.
 
     Example:
         >>> import transformer_embed as te

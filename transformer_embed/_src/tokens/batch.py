@@ -27,9 +27,9 @@ def check_batch(
     """Checks a batch, and raises an error that says where the first mistake is.
 
     Call it in your data pipeline, outside `jax.jit`, because compiled code cannot raise errors
-    about values. Inside `jax.jit`, `lookup` returns NaN for an id outside the vocabulary. The
-    functions of `te.kernels`, to which you declare a layout of the tokens by `order`, do not check
-    the layout inside `jax.jit`.
+    about values. Inside `jax.jit`, `lookup` returns NaN for an id outside the vocabulary. If you
+    declare a layout of the tokens to a function of `te.kernels`, by `order`, nothing checks the
+    layout inside `jax.jit`, and tokens in another layout give wrong outputs.
 
     Args:
         ids: The ids of the batch, of any integer dtype. The shape is [length] or [batch, length] if
