@@ -36,8 +36,8 @@ STYLES = (("o", "#0072B2"), ("s", "#D55E00"), ("^", "#009E73"), ("D", "#000000")
 # A matrix with more rows or columns than this has no lines between its cells.
 MOST_CELLS_WITH_LINES = 64
 # A bias of this or less hides a key: the softmax of such a low logit is 0 in any dtype. In float16,
-# `mask_to_bias` adds -32752, half of the lowest number. If another bias adds 16376, a quarter, this
-# number remains.
+# `mask_to_bias` adds -32752. With another bias of up to 16376, the key is still hidden, because
+# -32752 + 16376 = -16376.
 HIDING_BIAS = -16376
 # The options of a legend beside the picture, since one inside would cover the picture.
 LEGEND_BESIDE: Any = {
@@ -122,9 +122,9 @@ def plot_mask(
 
     Raises:
         TypeError: `mask` is not bool or int8, or is traced.
-        ValueError: `mask` is empty or has fewer than two axes, or one of the axes before the last
-            two is longer than 1. The number of query tokens differs from the number of rows, or the
-            number of key tokens differs from the number of columns.
+        ValueError: `mask` is empty, has fewer than two axes, or holds several matrices (for
+            example, with the shape [2, T, S]). The number of query tokens differs from the number
+            of rows, or the number of key tokens differs from the number of columns.
 
     Example:
         >>> import transformer_embed as te
@@ -172,18 +172,19 @@ def plot_rotary(
 
     The picture has a circle for each of up to four pairs of channels. The first pair, which rotates
     fastest, has the innermost circle. Each circle has a dot for each position. The dots of the
-    innermost circle are the point (1, 0), rotated by `apply_rotary` at each position. The next
-    circle has the point (2, 0), and so on. The radii only keep the circles apart.
+    innermost circle are the point (1, 0), rotated by `apply_rotary` at each position. On the next
+    circle, the point (2, 0) is rotated, and so on. The radii 1, 2, 3 and 4 have no meaning: they
+    only keep the circles apart.
 
     Args:
         positions: The positions, integers or float32. Shape [length].
         head_dim: The number of channels of a head, which is even.
         ax: The matplotlib Axes to draw on. If None, a new pyplot figure is made.
         base: The base of the rotation's frequencies, as `apply_rotary` takes it.
-        scaling: The scaling of the frequencies for long texts, as `apply_rotary` takes it. The
-            picture shows rotated points as dots, on a circle for each pair of channels. If the
-            scaling has an attention factor, `apply_rotary` also multiplies the points by this
-            factor, so the dots are not on the circles.
+        scaling: The scaling of the frequencies for long texts, as `apply_rotary` takes it. If the
+            scaling has an attention factor, such as 1.2, `apply_rotary` also multiplies the result
+            by this factor. The dots of the circle with radius 1 are then at the distance 1.2 from
+            the origin.
 
     Returns:
         The Axes. The x axis is the first channel of each pair, and the y axis is the second
@@ -251,9 +252,10 @@ def plot_bias(
     Args:
         bias: The bias, such as one head of the result of `alibi_bias` or `RelativePositionBias`.
             Shape [T, S] for T queries and S keys, or with leading axes of length 1. If you added
-            the result of `mask_to_bias`, the cells of hidden keys are hatched in the picture. A
-            cell counts as hidden if its bias is at most -16376, which is half of what
-            `mask_to_bias` adds in float16. After the softmax, the weight of such a key is 0.
+            the result of `mask_to_bias`, the cells of hidden keys have no colour and are hatched
+            with slanted lines. This holds for every cell with a bias of -16376 or less, because the
+            softmax then gives the key a weight of 0. (By default, `mask_to_bias` adds -32752 in
+            float16, and a lower number in other dtypes.)
         ax: The matplotlib Axes to draw on. If None, a new pyplot figure is made.
         query_tokens: A name for each of the T queries. If None, the queries are numbered.
         key_tokens: A name for each of the S keys. If None, the keys are numbered.
@@ -264,9 +266,9 @@ def plot_bias(
 
     Raises:
         TypeError: `bias` is traced.
-        ValueError: `bias` is empty or has fewer than two axes, or one of the axes before the last
-            two is longer than 1. The number of query tokens differs from the number of rows, or the
-            number of key tokens differs from the number of columns.
+        ValueError: `bias` is empty, has fewer than two axes, or holds several matrices (for
+            example, with the shape [2, T, S]). The number of query tokens differs from the number
+            of rows, or the number of key tokens differs from the number of columns.
 
     Example:
         >>> import jax.numpy as jnp

@@ -62,7 +62,8 @@ class Layer:
             head rotate. Pass only these channels to `apply_rotary`.
         mask: The keyword arguments of `AttentionMask`: `causal`, and `window` or `chunk` if the
             layer has one. In DeepSeek V4, layers with "compressed" in their `type` also see
-            averages of earlier tokens. `AttentionMask` has no keys for these averages.
+            averages of earlier tokens. `AttentionMask` cannot describe these averages, so `mask`
+            only describes the window of the layer.
         query_scale: The keyword arguments of `te.query_scale`. If None, queries are not scaled by
             positions.
         image_blocks: Which tokens of the same image a token sees (Gemma 3 and 4). If "anywhere", a

@@ -80,9 +80,10 @@ def load_embedder(
               "w", as Flax and Haiku store weights. Otherwise it is read as [out, in], as PyTorch
               stores weights.
             - If you add ".T" to the name of a tensor, the parameter is the transpose of the tensor.
-            - If your model has no bias in the layer norm, or in the linear layer that changes the
-              width of the embeddings (`embedding_width`), pass None as the name of the tensor of
-              the parameter "layer_norm/offset" or "widen/b". This parameter is filled with zeros.
+            - If the layer norm of your model has no bias, pass None as the name for
+              "layer_norm/offset". If the linear layer after a token table of `embedding_width`
+              columns has no bias, pass None as the name for "widen/b". The parameter is then filled
+              with zeros.
             - Leading axes of length 1 are dropped. For example, a tensor [1, 512, 64] is read as
               [512, 64].
         length: The number of tokens of the longest text that the model will read. Required for
@@ -108,11 +109,11 @@ def load_embedder(
 
     Returns:
         A `PretrainedInput`. Each parameter has the dtype of its tensor, `config.param_dtype` is the
-        dtype of the token table, and `config.dtype` is None. If the file is of a published model,
-        `config.pad_id` is None, because the model uses the stored row for padding. With a `pad_id`,
-        the vector of padding would be all zeros. `config.output` is the output layer of the model.
-        If `config.output` is None, `no_output` says why. In an encoder-decoder model, an untied
-        output layer belongs to the decoder.
+        dtype of the token table, and `config.dtype` is None. For a published model, `config.pad_id`
+        is None: the vector of padding is then the stored table row, as in the model. (With a
+        `pad_id`, the vector of padding would be all zeros.) `config.output` is the output layer of
+        the model. If `config.output` is None, `no_output` says why. In an encoder-decoder model, an
+        untied output layer belongs to the decoder.
 
     Raises:
         FileNotFoundError: There is no file at the path.
@@ -128,8 +129,8 @@ def load_embedder(
             - config.json has an entry that may change the input or the output layer, but this
               package does not know the effect of the entry on models of this type.
             - `settings` has an entry that has no effect on models of this type.
-            - The file has tensors of an adapter (LoRA and other methods of peft) that changes the
-              input or the output layer.
+            - The file has tensors of an adapter, such as LoRA from the library peft, that changes
+              the input or the output layer.
 
     Example:
         >>> import pathlib, tempfile
@@ -146,17 +147,17 @@ def load_embedder(
         (1, 3, 4)
 
     Edge cases:
-        - In float32, the embeddings agree with the embeddings of transformers to 5 units in the
-          last place of the largest value. For example, if the largest value is 7, they differ by at
-          most 2.4e-6. If `config.embedding_width` is set, a linear layer comes last, and the
-          embeddings agree to 8 units.
+        - In float32, the embeddings differ from the embeddings of transformers by at most 5 units
+          in the last place (ulp) of the largest value. For example, if the largest value is 7, one
+          ulp is 4.8e-7, so the embeddings differ by at most 2.4e-6. If `config.embedding_width` is
+          set, a linear layer comes last, and the embeddings differ by at most 8 ulp.
         - Each tensor is copied once, to the memory of the returned array. So if you load a large
           table, you need at most 1.05 times the memory of the table itself.
         - No code in the file is run.
-        - You get a UserWarning if the folder has an adapter of peft, because the adapter is not
-          read. You also get a UserWarning if config.json has entries that this package does not
-          know, and if a text model is inside a larger model of an unknown type, such as a model for
-          images and text.
+        - You get a UserWarning if the folder has an adapter, such as LoRA, that was saved with the
+          library peft. The adapter is not read. You also get a UserWarning if config.json has
+          entries that this package does not know, and if a text model is inside a larger model of
+          an unknown type, such as a model for images and text.
     """
     check_mappings(settings=settings, names=names, shardings=shardings)
     if (config is None) != (names is None):

@@ -63,10 +63,11 @@ class ModelType(NamedTuple):
 
     A module is a part of the model, such as a table or a norm. The name of a module is the name of
     its tensor without ".weight", and without the prefix that all names of the checkpoint share. For
-    example, "embed_tokens" is the module of the tensor "model.embed_tokens.weight". A field may
-    list several modules, as one string with spaces between the modules, and the first of these
-    modules that is in the file is used. In the name of a module, "{stack}" stands for "encoder" or
-    "decoder".
+    example, "embed_tokens" is the module of the tensor "model.embed_tokens.weight". A field such as
+    `tokens` is a string, which may list several modules with spaces between them. The first of
+    these modules that is in the file is used. For example, "embed_tokens embed" means
+    "embed_tokens" if the file has it, and otherwise "embed". In the name of a module, "{stack}"
+    stands for "encoder" or "decoder".
 
     Args:
         name: The type, as config.json's `model_type` names it.
@@ -83,22 +84,22 @@ class ModelType(NamedTuple):
             such layer.
         bias: The modules that may be T5's table of position biases. If empty, the model has no such
             table.
-        per_layer: The word that the names of three modules have in common. If the word is
-            "per_layer", the modules are "embed_tokens_per_layer", "per_layer_model_projection" and
-            "per_layer_projection_norm". They make an extra input for each layer (Gemma 3n and 4).
-            If empty, layers have no extra input.
+        per_layer: Which modules make an extra input for each layer (Gemma 3n and 4). If
+            "per_layer", these are the modules "embed_tokens_per_layer",
+            "per_layer_model_projection" and "per_layer_projection_norm". If empty, layers have no
+            extra input.
         may_lack: The parameters that may have no tensor in a file. Each parameter is named by the
             end of its path, such as "layer_norm/offset". `may_lack` is one string, with spaces
             between the names.
-        start: The position of the first token, as a number. If this position depends on the id of
-            padding, `start` is the name of the config.json entry that has the id, and the position
-            is the id + 1. For example, the id of padding is 1 in RoBERTa, so the first token has
-            position 2. All padding has the position of the first token minus 1. If the id of
-            padding is not known, padding is counted like tokens.
+        start: The position of the first token, as a number. In some models, the first token has the
+            id of padding + 1 as its position. `start` is then the name of the config.json entry
+            that has the id, such as "pad_token_id". For example, the id of padding is 1 in RoBERTa,
+            so the first token has position 2. All padding has the position before the first token,
+            here 1. If the id of padding is not known, padding is counted like tokens.
         sinusoids: The scheme of sinusoidal positions. If None, the model has no sinusoidal
-            positions. The fields `start`, `at_padding` and `pad_id` of the scheme have their
-            defaults here. `load_embedder` sets them, from `ModelType.start` and from the id of
-            padding in config.json.
+            positions. Leave the fields `start`, `at_padding` and `pad_id` of the scheme at their
+            defaults: `load_embedder` sets them, from `ModelType.start` and from the id of padding
+            in config.json.
         scale: The factor of the token vectors. If True, the factor is the square root of the width
             of the vectors. If False, the factor is 1. `scale` may also be the factor itself, or the
             name of an entry of config.json that holds True, False or the factor, such as
@@ -108,22 +109,24 @@ class ModelType(NamedTuple):
             means "interleaved", and false means "half". If empty, no layer has rotary embeddings.
         kinds: The kinds of the layers: one kind for all layers, or two kinds, such as
             ("sliding_attention", "full_attention"). If config.json lists the kind of each layer,
-            the list is used instead. Otherwise, other entries of config.json say which layers have
-            the second of the two kinds. If these are every nth layer, the field `phase` says with
-            which layer they begin. If empty, the kinds are known only if config.json lists them.
-        phase: The index of the first layer that has the second of the two `kinds`. The field
-            matters only if every nth layer has this kind. -1 means index n - 1. For example, with n
-            = 3, `phase` = -1 and the kinds ("sliding_attention", "full_attention"), layers 2, 5, 8
-            and so on have full attention.
+            that list is used instead of `kinds`. Otherwise, other entries of config.json say which
+            layers have the second of the two kinds. For example, with the entry
+            `sliding_window_pattern` = 6, every sixth layer has the second kind, and the field
+            `phase` says which layer is the first. If `kinds` is empty, the kinds of the layers are
+            known only from a list in config.json.
+        phase: The index of the first layer that has the second of the two `kinds`. It is used for
+            models in which every nth layer has this kind. For example, with n = 3, `phase` = 0
+            means the layers 0, 3, 6 and so on. -1 means the last of the first n layers: with n = 3,
+            the layers 2, 5, 8 and so on have the second kind.
         rotates: Which layers use rotary embeddings. If "sliding_attention", the layers with a
             sliding window use them. If "sliding or all", the layers with a sliding window use them,
             or all layers if no layer has a window. If empty, all layers use them, except kinds that
             never rotate, such as "linear_attention".
         is_causal: Whether a token sees only itself and the tokens before it.
-        image_blocks: Pairs (kind of layers, value of `Layer.image_blocks`), such as
-            (("sliding_attention", "in window"),). The value says which tokens of the same image a
-            token sees in layers of this kind. In layers of all other kinds, images are masked like
-            text.
+        image_blocks: Which tokens of the same image a token sees, as pairs (kind of layers, value
+            of `Layer.image_blocks`). For example, (("full_attention", "anywhere"),) says that in
+            layers with full attention, a token sees all tokens of its image. In layers of all other
+            kinds, images are then masked like text.
         has_vision_switch: Whether `image_blocks` applies only if the config.json entry
             `use_bidirectional_attention` is "vision".
         sections: Which pairs of channels are rotated by time, height and width. If "consecutive",
@@ -142,22 +145,23 @@ class ModelType(NamedTuple):
         has_alpha: Whether a rotary scaling of type "dynamic" may have the entry `alpha`, which
             `NTKScaling` takes.
         has_alibi: Whether the model adds `alibi_bias` to the attention logits.
-        entries: Entries of config.json that this type reads, as a dict {name: default}. If
-            config.json leaves an entry out, the default is used. The dict has only some of the
-            entries, and the method `names_of_entries` returns all of them. Entries that are named
-            by the field `start`, `scale` or `rotary` are not in the dict. Some entries are read by
-            every type that sets a certain field. Such an entry is in the dict only if the default
-            is unusual. For example, every type that sets the field `rotary` reads `rope_theta`, so
-            the dict has `rope_theta` only if the default is not 10000.
+        entries: Some of the entries of config.json that this type reads, as a dict {name: default}.
+            If config.json leaves an entry out, the default is used. The method `names_of_entries`
+            returns all entries that the type reads. Entries that are named by the field `start`,
+            `scale` or `rotary` are not in the dict. A field may bring entries with it: for example,
+            every type that sets the field `rotary` also reads the entry `rope_theta`. Such an entry
+            is in the dict only if its default is unusual. The usual default of `rope_theta` is
+            10000, so the dict has `rope_theta` only if this type has another default.
         unread: Entries of config.json that this model type does not read, although similar model
             types do. The default of such an entry is used. If a config.json has such an entry,
             the method `status` says whether that is an error. `unread` is one string, with spaces
             between the names.
         no_effect: Entries of config.json that change nothing in models of this type, although they
-            have an effect in other types. The field may also have the name of a module, whose
-            tensors then have no effect. `no_effect` is one string, with spaces between the names.
-        aliases: Other names that one entry of config.json has only in files of this model type. The
-            string has the name of the entry, a colon, and the other names. For example,
+            have an effect in other types. `no_effect` may also contain the name of a module. The
+            tensors of this module then have no effect. `no_effect` is one string, with spaces
+            between the names.
+        aliases: Other names for one entry of config.json, used only for this model type. The string
+            has the name of the entry, a colon, and the other names. For example, the text
             "logit_scale: lm_head_multiplier logits_scaling" says that the entry `logit_scale` may
             also be called `lm_head_multiplier` or `logits_scaling`. If config.json has several of
             the three names, the value of `lm_head_multiplier` is used first, then `logits_scaling`,
@@ -270,9 +274,13 @@ class ModelType(NamedTuple):
     def status(self, entry: str, value: Any) -> EntryStatus:
         """Returns whether this type reads an entry. If not, returns what is known of the entry.
 
-        The result is READ, OF_NO_CONCERN (the entry changes neither the input nor the output
-        layer), REFUSED (the entry may change one of them, so `load_embedder` raises an error) or
-        UNKNOWN (the entry is in no list of this package, so `load_embedder` warns).
+        The result is one of four values:
+
+        - `READ`: the type reads the entry.
+        - `OF_NO_CONCERN`: the entry changes neither the input layer nor the output layer.
+        - `REFUSED`: the entry may change the input or the output layer, but this package does not
+          know how. So `load_embedder` raises an error.
+        - `UNKNOWN`: the entry is in no list of this package. So `load_embedder` warns.
 
         Args:
             entry: The name of the entry in config.json. An entry inside an object is named after

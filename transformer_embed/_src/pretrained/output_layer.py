@@ -31,7 +31,9 @@ def find_output_layer(published: Published, values: Options, shapes: Shapes) -> 
     """Returns the output layer that the entries and the shapes of the tensors describe."""
     output = _config(published, values, shapes)
     reason = _why_missing(published, values, shapes, output)
-    return FoundOutput(config=None if reason else output, reason=reason)
+    # If there is a reason why an `OutputConfig` cannot describe the layer, no config is returned.
+    config = None if reason else output
+    return FoundOutput(config=config, reason=reason)
 
 
 def _config(published: Published, values: Options, shapes: Shapes) -> OutputConfig:

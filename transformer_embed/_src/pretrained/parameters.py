@@ -48,8 +48,8 @@ class PretrainedInput(NamedTuple):
             one more table gives each layer an extra vector for each id. This table, and the
             parameters that are needed with it, are under `per_layer_inputs`. Notebook 08 shows how
             to use them. If `save_embedder` wrote the file, `params` has all parameters that were
-            saved. If you saved a whole model, the parameters outside the input layer have the paths
-            that they had in the model.
+            saved. For example, if you saved a whole model, `params` also has the parameters of the
+            attention layers, under the paths that they had in the model.
         layers: A `Layer` for each layer of the model. It says what your attention layers need: the
             arguments of `apply_rotary` and of `AttentionMask`, the numbers of heads, and more. The
             sequence is empty if the number of layers is not known, or if the layers differ in a way

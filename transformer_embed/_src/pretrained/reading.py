@@ -26,13 +26,13 @@ class TensorFacts(NamedTuple):
     Args:
         shape: The shape of the tensor in the file.
         dtype: The dtype of the tensor in the file.
-        is_transposed: Whether the tensor is the transpose of the `w` that `hk.Linear` takes. If
-            True, the tensor is the weight of a linear layer, stored as [out, in] (PyTorch). To read
-            the `w`, put ".T" at the end of the name that you pass to `Checkpoint.read`. If False,
-            the weight is stored as [in, out] (Flax, Haiku, and the layers of GPT-2). If None, the
-            tensor is not the weight of a linear layer, but a table or a bias, for example. It is
-            also None if this package does not know how the weight is stored, because the model type
-            is unknown.
+        is_transposed: Whether the tensor is the weight of a linear layer, stored as [out, in]
+            (PyTorch). `hk.Linear` needs a weight `w` of shape [in, out], the transpose. To read the
+            transpose, put ".T" at the end of the name that you pass to `Checkpoint.read`. If False,
+            the weight is stored as [in, out] (Flax, Haiku, and the layers of GPT-2), so you need no
+            ".T". If None, the tensor is not the weight of a linear layer, but a table or a bias,
+            for example. The result is also None if this package does not know how the weight is
+            stored, because the model type is unknown.
 
     Example:
         >>> import transformer_embed as te

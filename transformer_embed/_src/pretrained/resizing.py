@@ -32,10 +32,10 @@ def resize(
     """Resizes the tables of a trained input layer, so that they fit another config.
 
     Use it to add tokens to a vocabulary, to train on longer texts or larger images, or to pad a
-    table so that the number of devices divides the number of rows. `new_config` may differ from
-    `config` in `vocab_size`, `row_multiple`, `spread` and the `max_len` of `Learned` positions. It
-    may also differ in any field that does not change the shape of a parameter, such as
-    `dropout_rate`. Tables whose rows stay the same are returned as they are.
+    table so that its number of rows is a multiple of the number of devices. `new_config` may differ
+    from `config` in `vocab_size`, `row_multiple`, `spread` and the `max_len` of `Learned`
+    positions. It may also differ in any field that does not change the shape of a parameter, such
+    as `dropout_rate`. Tables whose rows stay the same are returned as they are.
 
     Ids are added or removed at the end of the vocabulary, in the token table and in the parameters
     of an output layer. The rows of new ids are sampled from a normal distribution. In each channel,

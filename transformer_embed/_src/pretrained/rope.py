@@ -207,7 +207,8 @@ def _pair_axes(
         turn, axis = divmod(pair, len(sections))
         # When an axis has had all of its pairs, its turns go to the first axis.
         axis_has_pairs_left = turn < sections[axis]
-        pair_axes.append(axis if axis_has_pairs_left else 0)
+        axis_of_pair = axis if axis_has_pairs_left else 0
+        pair_axes.append(axis_of_pair)
     return tuple(pair_axes)
 
 

@@ -66,10 +66,11 @@ def save_embedder(
             and its parameters may have any path, so you may pass the parameters of a whole model.
             All parameters are float32, bfloat16 or float16. The parameters of the layer are written
             under the paths that `Embedder(config).init` gives them. If you pass the arguments of a
-            `RelativePositionBias` as `bias`, the tree must also contain the table of one such
-            module, at a path such as "decoder/relative_position_bias". The table is written under
-            the name `relative_position_bias`. All other parameters are written under the paths that
-            they have in `params`.
+            `RelativePositionBias` as `bias`, the tree must also contain the table of this module.
+            The module may have any path that ends with its default name, such as
+            "decoder/relative_position_bias". The table is written under the name
+            `relative_position_bias`. All other parameters are written under the paths that they
+            have in `params`.
         layers: A `Layer` for each layer of the model, as a sequence. `load_embedder` will return
             the sequence again.
         bias: The keyword arguments of `RelativePositionBias` or `alibi_bias`, if the model has a

@@ -64,10 +64,10 @@ def apply_gradients(
         TypeError: `optimizer` has no functions `init` and `update`, or a leaf of `params` or
             `state` is not an array. A `RowGradient` was made inside a `jax.jit`, and this call is
             outside of it.
-        ValueError: The optimizer may compute the new value of a table row from other rows. The
-            message names the optax transformation that does this, and the reason. The optimizer
-            changes the dtype of its state. `grads`, `state` and `params` are not trees of the same
-            parameters.
+        ValueError: The optimizer is refused, because it could compute the new value of a table row
+            from other rows. The message names the optax transformation that could do this, and the
+            reason. The optimizer changes the dtype of its state. `grads`, `state` and `params` are
+            not trees of the same parameters.
 
     Example:
         >>> import jax, jax.numpy as jnp, optax

@@ -20,8 +20,8 @@ def pmean(grads: Tree, axis_name: Any) -> Tree:
     equal rows are averaged.
 
     With `check_vma=True` (the default of `jax.shard_map`), `jax.grad` and `te.rows.value_and_grad`
-    already sum the gradients of parameters that all devices share. So in such a `jax.shard_map`,
-    average the loss over the devices, inside the function that is differentiated. Then the
+    already sum the gradients of parameters that all devices share. To get the mean instead of the
+    sum, return `jax.lax.pmean(loss, axis_name)` from the function that you differentiate. Then the
     gradients are equal on all devices, and you do not need `te.rows.pmean`.
 
     Args:
@@ -29,10 +29,10 @@ def pmean(grads: Tree, axis_name: Any) -> Tree:
         axis_name: The name of the mapped axis, or a tuple of several names.
 
     Returns:
-        The mean of each leaf, the same on all devices. The mean of a `RowGradient` holds each table
-        row that has a gradient on some device, exactly once. After these rows comes padding, which
-        has an index past the end of the table. In the example, the table has the rows 0 to 5, and
-        padding has the index 9.
+        The mean of each leaf, the same on all devices. The mean of a `RowGradient` lists, exactly
+        once, each table row that has a gradient on at least one device. After these rows comes
+        padding, which has an index past the end of the table. In the example, the table has the
+        rows 0 to 5, and padding has the index 9.
 
     Raises:
         TypeError: A `RowGradient` was made with a `capacity`, so `value_and_grad` has already

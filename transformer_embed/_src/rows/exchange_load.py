@@ -42,7 +42,7 @@ def exchange_load(
             `spread`. If None, row i holds id i.
         batch_axes: The names of the mesh axes that the first dimension of `ids` is split over, as a
             tuple. If None, the dimension is split over all axes of the mesh.
-        capacity: The size of the buffers, as in `value_and_grad`.
+        capacity: A factor for the size of the buffers, as in `value_and_grad`.
         max_rows: A bound on the number of distinct ids of each device, as in `value_and_grad`.
 
     Returns:
@@ -54,11 +54,11 @@ def exchange_load(
 
     Raises:
         TypeError: `ids` are not integers, `ids` are traced, or `max_rows` is not an int.
-        ValueError: `table` has no sharding over a mesh. No mesh axis splits the rows of `table`, or
-            a mesh axis splits the columns. A mesh axis that splits the rows is not in `batch_axes`.
-            `config` has another number of rows than `table`. The number of devices does not divide
-            the batch size. `batch_axes` are not axes of the mesh. `capacity` is not above 0, or
-            `max_rows` is below 1.
+        ValueError: `table` has no sharding over a mesh, or the sharding leaves the rows whole, or
+            it splits the columns. A mesh axis that splits the rows is not in `batch_axes`. `config`
+            has another number of rows than `table`. The number of devices does not divide the batch
+            size. `batch_axes` are not axes of the mesh. `capacity` is not above 0, or `max_rows` is
+            below 1.
 
     Example:
         >>> import jax, numpy as np

@@ -79,8 +79,9 @@ class RowGradient(SomeRows):
       used only inside this `jax.jit`.)
 
     Any other function of a gradient may give a wrong result, because it sees only some rows of the
-    table. So that you do not train with a wrong gradient, `apply_gradients` writes NaN into the
-    table rows of a gradient whose `fingerprint` no longer fits the values. For example,
+    table. `apply_gradients` notices such a function by the `fingerprint`, which is a checksum of
+    the rows. If the fingerprint no longer fits the values, `apply_gradients` writes NaN into the
+    table rows of the gradient, so that you do not train with a wrong gradient. For example,
     `jax.lax.pmean` over devices with different batches mixes rows, and `optax.clip_by_block_rms`
     computes the size of a table from some of the rows. A function that changes each number
     independently of the others, such as `jnp.sign` or `optax.clip`, also leads to NaN. Put such a
@@ -89,9 +90,9 @@ class RowGradient(SomeRows):
     Args:
         row_indices: The indices of the table rows that have a gradient. Integers of shape [k],
             ascending and distinct. An index of `num_rows` or above is padding. Row i is the row of
-            id i, except in a table whose `EmbedderConfig` has `spread=True`. If the gradient was
-            made with a `capacity`, the indices are split over the devices like the table: each
-            device has the indices of its own table rows, in ascending order.
+            id i, except in a table whose `EmbedderConfig` has `spread=True`. If you passed a
+            `capacity` to `value_and_grad`, each device holds the indices of its own table rows, in
+            ascending order.
         values: The gradients of these rows. Shape [k, d], floating. Rows of padding are zeros.
         num_rows: The number of rows of the table.
 
@@ -114,9 +115,9 @@ class RowGradient(SomeRows):
 
     Edge cases:
         - A scale may be as small as 1e-12. A cast to float16 loses the fingerprint.
-        - If the values change by less than a few percent, the fingerprint, the checksum of the
-          rows, does not show the change. If all values in the first 64 rows are below about 1e-26
-          in magnitude, the fingerprint shows no change of the values at all.
+        - The fingerprint is a checksum of the rows. It does not show a change of the values by less
+          than a few percent. If all values in the first 64 rows are below about 1e-26 in magnitude,
+          it shows no change of the values at all.
 
     Source:
         TensorFlow's IndexedSlices, https://www.tensorflow.org/api_docs/python/tf/IndexedSlices

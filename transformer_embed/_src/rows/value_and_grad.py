@@ -30,15 +30,14 @@ def value_and_grad(
     the batch reads.
 
     `ids` names the tables that are trained by rows. Inside the loss, only `lookup` can read these
-    tables. So if the loss computes something from all parameters, such as an L2 norm, leave these
-    tables out. The section "Training by rows" of the reference page says what happens otherwise. To
-    add the gradients of many batches, or to average them over devices, see the page "Training
-    loops".
+    tables. So if the loss has a term that is computed from all parameters, such as an L2 norm,
+    leave the tables out of this term. The section "Training by rows" of the reference page says
+    what happens otherwise. To add the gradients of many batches, or to average them over devices,
+    see the page "Training loops".
 
     Args:
-        loss: A function of (params, ...) that returns a scalar, or (scalar, aux). For the tables
-            that are named in `ids`, `lookup` must be the only function that reads them, as in
-            `TokenEmbedding`.
+        loss: A function of (params, ...) that returns a scalar, or (scalar, aux). In the loss, only
+            `lookup` may read the tables that `ids` names, as in `TokenEmbedding`.
         ids: The ids that the loss looks up, as a dict {name of a table: ids}. Add an entry for each
             table that you want to train by rows. A name is the path of the parameter, such as
             "model/token_embedding/embeddings", or an end of the path, such as
@@ -56,17 +55,17 @@ def value_and_grad(
             distinct ids, because words repeat. If a batch has more distinct ids than the bound,
             `lookup` returns NaN for the ids that have the highest row indices. If you set
             `capacity`, the bound is for each device's part of the batch.
-        capacity: The size of the buffers through which devices exchange table rows. If None,
-            nothing is exchanged, and every device gets the distinct rows of the whole batch. If you
-            pass a number above 0, each device asks only for the rows of its own part of the batch.
-            The device that holds a row, the owner of the row, sends the row, and gets the gradient
-            back. For that, explicit mesh axes must split the rows of the table, and the ids must be
-            split over the same axes. The requests of a device to one owner go into a buffer of
-            fixed size. If all owners are equally likely to be asked (see `EmbedderConfig.spread`),
-            1.0 is enough. Otherwise pass a larger number. For example, with 2.0 a buffer has room
-            for at least twice the mean number of requests of a batch whose ids are all different.
-            For an id that does not fit, `lookup` returns NaN. `exchange_load` counts the ids that
-            do not fit.
+        capacity: A factor for the size of the buffers through which devices exchange table rows. If
+            None, nothing is exchanged, and every device gets the distinct rows of the whole batch.
+            If you pass a number above 0, each device asks only for the rows of its own part of the
+            batch. The device that holds a row, the owner of the row, sends the row, and gets the
+            gradient back. For that, explicit mesh axes must split the rows of the table, and the
+            ids must be split over the same axes. The requests of a device to one owner go into a
+            buffer of fixed size. The buffer has room for at least `capacity` times the mean number
+            of requests, counted for a batch whose ids are all different. If all owners are equally
+            likely to be asked (see `EmbedderConfig.spread`), 1.0 is enough, because some room is
+            added for random differences. Otherwise pass a larger number, such as 2.0. For an id
+            that does not fit, `lookup` returns NaN. `exchange_load` counts the ids that do not fit.
 
     Returns:
         A function that you call like the loss. It returns (value, gradients), or ((value, aux),
@@ -80,7 +79,7 @@ def value_and_grad(
 
     Raises:
         TypeError: The ids are not integers, or a table has a dtype that is not floating. The loss
-            reads a table that is named in `ids` by another operation than `lookup`.
+            uses an operation other than `lookup` to read a table that `ids` names.
         ValueError: A name in `ids` fits no parameter or several parameters, or two names fit the
             same parameter. A named parameter is not a table [vocab_size, d]. A layer of the loss
             pads or spreads the rows of a table, and `config` is not the config of this layer.

@@ -21,22 +21,23 @@ def with_exchange(
 ) -> Callable:
     """Returns a function of parameters that reads tables by an exchange of rows between devices.
 
-    Use it to evaluate a model on many devices, or with `jax.grad` to train tables densely. If
-    explicit mesh axes split the rows of a table, an ordinary `lookup` sends every device along
-    these axes all rows that any of these devices looks up. In the returned function, each device
-    asks only for the distinct rows of its own part of the batch, so each device receives fewer
-    rows. A row is sent by a device that holds it, the owner of the row.
+    Use it to evaluate a model on many devices, or with `jax.grad` to train tables densely. It is
+    for tables whose rows are split over explicit mesh axes. In an ordinary `lookup`, each device
+    makes an array with a row for each id of all devices, and the devices add up these arrays. For
+    example, if 4 devices look up 1000 ids each, each array has 4000 rows. In the returned function,
+    each device asks only for the distinct rows of its own ids, here at most 1000 rows. A row is
+    sent by a device that holds it, the owner of the row.
 
     Args:
-        function: A function of (params, ...). For the tables that are named in `ids`, `lookup` must
-            be the only function that reads them.
+        function: A function of (params, ...). In this function, only `lookup` may read the tables
+            that `ids` names.
         ids: The ids that the function looks up, as a dict {name of a table: ids}. This and the next
             arguments are as in `value_and_grad`.
         config: The `EmbedderConfig` of the token table, if it pads or spreads the table rows.
-        capacity: The size of the buffers through which devices exchange rows, a number above 0. If
-            all devices are equally likely to be asked for rows, 1.0 is enough. Otherwise pass a
-            larger number: for example, with 2.0 a buffer has room for at least twice the mean
-            number of requests.
+        capacity: A factor for the size of the buffers through which devices exchange rows, a number
+            above 0. A buffer has room for at least `capacity` times the mean number of requests. If
+            all devices are equally likely to be asked for rows, 1.0 is enough, because some room is
+            added for random differences. Otherwise pass a larger number, such as 2.0.
         max_rows: A bound on the number of distinct ids that each device looks up in a table. If
             None, there is no bound.
 
@@ -45,7 +46,7 @@ def with_exchange(
 
     Raises:
         TypeError: The ids are not integers, or a table has a dtype that is not floating. `function`
-            reads a table that is named in `ids` by another operation than `lookup`.
+            uses an operation other than `lookup` to read a table that `ids` names.
         ValueError: `value_and_grad` with a `capacity` would raise a ValueError for the same
             arguments, for example because the rows of no table are split.
 

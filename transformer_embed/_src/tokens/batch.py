@@ -24,11 +24,12 @@ def check_batch(
     order: str | None = None,
     max_len: int | None = None,
 ) -> None:
-    """Checks a batch, and raises an error that names the first wrong place.
+    """Checks a batch, and raises an error that says where the first mistake is.
 
     Call it in your data pipeline, outside `jax.jit`, because compiled code cannot raise errors
-    about values. Inside `jax.jit`, `lookup` returns NaN for an id outside the vocabulary, and
-    nothing checks that tokens lie in the order that you declared to an attention kernel.
+    about values. Inside `jax.jit`, `lookup` returns NaN for an id outside the vocabulary. If you
+    declare a layout of the tokens to a function of `te.kernels`, by `order`, nothing checks the
+    layout inside `jax.jit`, and tokens in another layout give wrong outputs.
 
     Args:
         ids: The ids of the batch, of any integer dtype. The shape is [length] or [batch, length] if
@@ -49,8 +50,9 @@ def check_batch(
             the right. In all three layouts, positions rise by one from token to token of a
             sequence. If None, any layout is accepted.
         max_len: The number of learned positions, as in `te.Learned`. Pass it if your model has
-            learned positions: a position past the end of the table gives NaN, like an id. All
-            positions of `tokens` must be from 0 to max_len - 1. If None, any position is accepted.
+            learned positions: a position past the end of their table gives NaN, as an id outside
+            the vocabulary does. All positions of `tokens` must be from 0 to max_len - 1. If None,
+            any position is accepted.
 
     Raises:
         TypeError: `ids` does not hold integers, or `tokens` is not a `TokenPositions`. `ids` or an

@@ -139,7 +139,7 @@ def linear_cross_entropy(
     Returns:
         The loss, a scalar in float32, or in float64 if x or the table is float64. With
         `reduction="none"`, an array in the shape of `labels`. Entry t is the loss of
-        `labels[..., t]`, also if you set `shift`. With `with_metrics=True`, a pair of the loss and
+        `labels[..., t]`, even with `shift`. With `with_metrics=True`, a pair of the loss and
         `LossMetrics`, so you can call `jax.value_and_grad(..., has_aux=True)`.
 
     Raises:
@@ -148,9 +148,10 @@ def linear_cross_entropy(
             that loss, only some rows of the table are known, but the logits need all rows.)
         ValueError: An argument is out of its range, or the shapes of the arguments do not fit.
             `segment_ids` is passed without `shift`. A size of the labels is symbolic (see
-            `jax.export`). The columns of the table are split over n devices, and n does not divide
-            the number of table rows. (To compute logits, these devices split the rows instead of
-            the columns. A config with `row_multiple=n` makes the number of rows a multiple of n.)
+            `jax.export`). The columns of the table are split over n devices. To compute logits,
+            each of these devices needs 1/n of the rows, with all columns, but n does not divide the
+            number of rows. (A config with `row_multiple=n` makes the number of rows a multiple of
+            n.)
 
     Example:
         >>> import jax, jax.numpy as jnp
@@ -176,17 +177,20 @@ def linear_cross_entropy(
           token of a prompt predicts the first token of the answer, although all labels of the
           prompt are -100.
         - The x of a token has an effect only if the token predicts a counted label. Otherwise this
-          x may even be NaN. But the logits of such a token are computed, too. If few labels count,
-          as in a masked language model, gather the tokens that predict them before the loss.
+          x may even be NaN. But the logits of such a token are computed, too. If few labels are
+          counted, as in a masked language model, pass only the x and the labels of the tokens that
+          predict a counted label.
         - Gradients are summed over the chunks in float32 or wider, then cast once. One case is less
           accurate: `reduction="none"`, with an x of 16 bits and a vocabulary that is split over
-          devices. Then each device rounds its part of the gradient of x before the parts are added.
+          devices. Then each device rounds its part of the gradient of x to 16 bits before the parts
+          are added.
         - If the bias bans every id, the loss is infinite and the gradients are finite.
         - A weight of 0 removes the loss of a label completely, even a loss that is infinite or NaN.
         - If some weights are negative, use `reduction="sum"`, because `"mean"` divides by the sum
           of the weights, which may be 0 or negative.
-        - If you pass `label_smoothing` or `z_loss` as an array, an entry out of range makes the
-          loss of the label NaN. But if the weight of the label is 0, the loss stays 0.
+        - `label_smoothing` and `z_loss` may be arrays, such as [0.1, 2.0] for two labels. An entry
+          out of range, here the label smoothing 2.0, makes the loss of its label NaN. But if the
+          weight of this label is 0, its loss is 0.
         - If x and the table are in bfloat16, the gradients of the logits are rounded to bfloat16
           before they are multiplied by x and by the table. A loss on `linear_logits` rounds them in
           the same way.

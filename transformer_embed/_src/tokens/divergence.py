@@ -55,9 +55,9 @@ def linear_divergence(
       that the teacher may predict.
     - `"reverse"`: `sum(s * log(s / t))`, for text that the student sampled. The student learns to
       predict only ids that the teacher finds probable.
-    - `"js"`: the Jensen-Shannon divergence, for the probabilities t of the teacher and s of the
-      student. With the mixture `m = beta * t + (1 - beta) * s`, it is
-      `beta * sum(t * log(t / m)) + (1 - beta) * sum(s * log(s / m))`.
+    - `"js"`: the Jensen-Shannon divergence, which compares the probabilities t of the teacher and s
+      of the student with the mixture `m = beta * t + (1 - beta) * s`. With
+      `kl(p, q) = sum(p * log(p / q))`, it is `beta * kl(t, m) + (1 - beta) * kl(s, m)`.
 
     Args:
         x: The student's hidden vectors of the last layer, of a floating dtype. Shape [..., d].
@@ -75,19 +75,20 @@ def linear_divergence(
             Set it only for `"js"`. If None, the share is 0.5.
         temperature: The number that divides the logits of both layers, above 0 and at most 1e36.
             Pass a number, or a floating array that broadcasts to the tokens, such as [batch, 1]. An
-            array may be traced and gets a gradient. If you want the square of the temperature as a
-            factor, as in Hinton et al., multiply the result by it.
+            array may be traced and gets a gradient. The result is not multiplied by
+            `temperature**2`. If you want this factor of Hinton et al., multiply the result by
+            `temperature**2`.
         mask: Which tokens are counted. Bools that broadcast to the tokens, True = counted. There
             are no labels here, so only the mask can leave out padding. For example, pass
-            `ids != pad_id`, also if you set `shift`. If None, all tokens are counted.
+            `ids != pad_id`, even with `shift`. If None, all tokens are counted.
         weights: A factor for each token's divergence between student and teacher. Floats that
             broadcast to the tokens. Set it if some tokens matter more than others. If None, all
             factors are 1.
         shift: How many tokens ahead each token predicts, a Python int. Pass 1 (or True) for a
-            language model. Then you can pass the same mask and weights as for
-            `linear_cross_entropy`. Entry t of the mask and the weights belongs to the prediction of
-            the id of token t. With `shift=1`, this prediction is made from `x[..., t - 1, :]`. With
-            `reduction="none"`, entry t of the result is the divergence of the same prediction.
+            language model. Then `x[..., t - 1, :]` predicts token t. Entry t of the mask and the
+            weights belongs to this prediction, so you can pass the same mask and weights as for
+            `linear_cross_entropy`. With `reduction="none"`, entry t of the result is the divergence
+            of this prediction.
         segment_ids: The number of the document that each token belongs to. Integers of shape
             [length], or of a shape that broadcasts to the tokens. If a batch row holds several
             documents and you set `shift`, pass `segment_ids` of your `TokenPositions`. Then a
@@ -104,7 +105,8 @@ def linear_divergence(
         The divergence, a scalar in float32, or in float64 if one of the arrays x, `teacher_x` and
         the tables is float64. With `reduction="none"`, an array in the shape of the tokens. If the
         student and the teacher predict nearly the same, the rounding error of the divergence is at
-        most 1e-9. (With differences of `log_softmax`, the error would be 2e-7.)
+        most 1e-9. (If you computed the divergence from two results of `jax.nn.log_softmax`, the
+        error would be 2e-7.)
 
     Raises:
         TypeError: An argument has a wrong type or dtype. You call the function inside the loss of
@@ -114,9 +116,9 @@ def linear_divergence(
             the rows of the two tables. An argument is out of its range, or the shapes of the
             arguments do not fit. `beta` is passed without `kind="js"`, or `segment_ids` without
             `shift`. A size of `x` is symbolic (see `jax.export`). The columns of a table are split
-            over n devices, and n does not divide the number of table rows. (To compute logits,
-            these devices split the rows instead of the columns. A config with `row_multiple=n`
-            makes the number of rows a multiple of n.)
+            over n devices. To compute logits, each of these devices needs 1/n of the rows, with all
+            columns, but n does not divide the number of rows. (A config with `row_multiple=n` makes
+            the number of rows a multiple of n.)
 
     Example:
         >>> import jax, jax.numpy as jnp

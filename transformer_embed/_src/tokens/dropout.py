@@ -58,9 +58,9 @@ def dropout(
         - A numpy scalar as `rate` counts as a Python float. (`hk.dropout` takes the dtype of the
           random floats from the scalar, so the result of `hk.dropout` may have a wider dtype than
           x.)
-        - The backward pass must also know which elements were zeroed. XLA chooses whether compiled
-          code generates the random bits a second time, or keeps a byte for each element. Both ways
-          are equally fast.
+        - The backward pass must know which elements the forward pass zeroed. For this, compiled
+          code generates the random bits a second time, or keeps a byte for each element from the
+          forward pass. XLA chooses one of these ways, and both are equally fast.
 
     Source:
         Dropout is from Srivastava et al., "Dropout" (2014),

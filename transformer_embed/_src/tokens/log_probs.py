@@ -63,16 +63,16 @@ def linear_log_probs(
             table [vocab_size, d] of a layer that has only a table. Labels equal to the layer's
             `pad_id` are not counted.
         labels: The ids whose log-probabilities you want, of any integer dtype. Shape [...], like
-            the tokens of x. If you set `shift`, pass the ids of the text. Otherwise the
-            log-probability of `labels[..., t]` is computed from `x[..., t, :]`. To compare k
-            candidate ids at each token, pass shape [..., k]. The candidates may be the choices of a
-            question, or the ids from a teacher's `linear_top_k`. The logits of a token are computed
-            once for all candidates of the token.
+            the tokens of x. The log-probability of `labels[..., t]` is computed from
+            `x[..., t, :]`, or from `x[..., t - shift, :]` if you set `shift`. With `shift`, pass
+            the ids of the text. To compare k candidate ids at each token, pass shape [..., k]. The
+            candidates may be the choices of a question, or the ids from a teacher's `linear_top_k`.
+            The logits of a token are computed once for all candidates of the token.
         temperature: The number that divides the logits, above 0 and at most 1e36. Pass the
             temperature at which the text was sampled, as a number or as a floating array that
             broadcasts to the tokens, such as [batch, 1]. An array may be traced and gets a
-            gradient. Entry t of an array is used to predict `labels[..., t]`, also if you set
-            `shift`.
+            gradient. Entry t of an array divides the logits that predict `labels[..., t]`, even
+            with `shift`.
         mask: Which labels are counted. Bools that broadcast to the shape of the labels, True =
             counted. Set it to leave out the prompt. For one bool per batch row, pass
             `mask[:, None]`. If labels are [..., k] and you have one bool per token, pass
@@ -92,10 +92,10 @@ def linear_log_probs(
 
     Returns:
         The log-probabilities, in the shape of the labels, in float32, or in float64 if x or the
-        table is float64. Entry t is the log-probability of `labels[..., t]`. This is also true if
-        you set `shift`. With `with_entropy=True`, a pair of the log-probabilities and the entropies
-        in nats. The entropies have the shape of the tokens. Entry t is the entropy of the
-        probabilities from which the log-probability of `labels[..., t]` is taken.
+        table is float64. Entry t is the log-probability of `labels[..., t]`, even with `shift`.
+        With `with_entropy=True`, a pair of the log-probabilities and the entropies in nats. The
+        entropies have the shape of the tokens. Entry t is the entropy of the distribution that
+        predicts `labels[..., t]`.
 
     Raises:
         TypeError: An argument has a wrong type or dtype. You call the function inside the loss of
@@ -104,8 +104,8 @@ def linear_log_probs(
         ValueError: `temperature` is a number outside the range above, or an argument is out of its
             range. The shapes of the arguments do not fit, or `segment_ids` is passed without
             `shift`. A size of the labels is symbolic (see `jax.export`). The columns of the table
-            are split over n devices, and n does not divide the number of table rows. (To compute
-            logits, these devices split the rows instead of the columns. A config with
+            are split over n devices. To compute logits, each of these devices needs 1/n of the
+            rows, with all columns, but n does not divide the number of rows. (A config with
             `row_multiple=n` makes the number of rows a multiple of n.)
 
     Example:
@@ -135,10 +135,11 @@ def linear_log_probs(
           sum of probabilities by `jax.nn.logsumexp`. (Without candidates, a label that is not
           counted gets 0.)
         - If a counted label is outside the vocabulary, the log-probability is NaN.
-        - If you pass `temperature` as an array, an entry out of range makes the results of its
-          counted labels NaN.
-        - If the vocabulary is split over devices and x has 16 bits, each device rounds its part of
-          the gradient of x before the parts are added.
+        - `temperature` may be an array, such as [0.7, -1.0] for two labels. An entry out of range,
+          here -1.0, makes the results for its label NaN, if the label is counted.
+        - If the vocabulary is split over devices and x has 16 bits, the gradient of x is less
+          accurate: each device rounds its part of the gradient to 16 bits before the parts are
+          added.
         - If the bias bans every id, all log-probabilities are -inf, and the entropy is 0.
         - The same compiled program gives equal bits for equal arguments. Two programs may differ by
           a few units in the last place, because XLA fuses operations differently. For example, a
@@ -294,9 +295,9 @@ def linear_top_k(
             int.
         ValueError: `k` is out of its range. A size of `x` is symbolic (see `jax.export`), or the
             width of the table differs from the width of x. The columns of the table are split over
-            n devices, and n does not divide the number of table rows. (To compute logits, these
-            devices split the rows instead of the columns. A config with `row_multiple=n` makes the
-            number of rows a multiple of n.)
+            n devices. To compute logits, each of these devices needs 1/n of the rows, with all
+            columns, but n does not divide the number of rows. (A config with `row_multiple=n` makes
+            the number of rows a multiple of n.)
 
     Example:
         >>> import jax, jax.numpy as jnp

@@ -149,8 +149,9 @@ def linear_logits(
             table [vocab_size, d] of a layer that has only a table.
         out_sharding: How explicit mesh axes split the logits, as in `jnp.einsum`. If None, the
             vocabulary is split over all mesh axes that split the table. For example, for a table
-            split as `P("x", "y")`, the vocabulary is split over ("x", "y"). The dimensions of
-            tokens are split as in x, except over the mesh axes that split the table.
+            split as `P("x", "y")`, the vocabulary is split over ("x", "y"). The other dimensions of
+            the logits, which are the tokens, are split like x. But a mesh axis that splits the
+            table does not split the tokens.
 
     Returns:
         The logits, in float32, or in float64 if x or the table is float64. Shape [..., number of
@@ -160,8 +161,8 @@ def linear_logits(
         TypeError: `x` does not have a floating dtype of 16 bits or more, or `out_sharding` is not a
             sharding that `jnp.einsum` takes.
         ValueError: The width of the table differs from the width of x. The columns of the table are
-            split over n devices, and n does not divide the number of table rows. (To compute
-            logits, these devices split the rows instead of the columns. A config with
+            split over n devices. To compute logits, each of these devices needs 1/n of the rows,
+            with all columns, but n does not divide the number of rows. (A config with
             `row_multiple=n` makes the number of rows a multiple of n.)
 
     Example:
