@@ -26,9 +26,8 @@ def load_balanced_order(
             each row is one sequence. `"cyclic"` gives the stripes to the devices in turn: the first
             device gets 0 and 2, and the second one gets 1 and 3. Use `"cyclic"` for packed rows or
             windows.
-        stripe: The number of tokens in a stripe, a run of neighbouring tokens, with
-            `kind="cyclic"`. With `kind="zigzag"`, this argument has no effect, because the row is
-            always cut into two stripes per device.
+        stripe: The number of neighbouring tokens in a stripe. Only `kind="cyclic"` uses this
+            number, because `kind="zigzag"` always cuts the row into two stripes per device.
 
     Returns:
         int32 [length]. The token at index `order[i]` moves to index i. Pass the array to
