@@ -194,7 +194,10 @@ class AttentionMask(Mask):
 
     @property
     def reach(self) -> Window:
-        """Returns how many places before and after its own a query sees; None means no limit."""
+        """Returns (left, right): how many places before and after its own a query sees.
+
+        None means no limit. A causal mask has the right limit 0.
+        """
         left, right = self.window or (None, None)
         return left, 0 if self.causal else right
 

@@ -138,8 +138,8 @@ def flash_attention_kwargs(
     """Makes the arguments of Pallas' `flash_attention` on TPUs that apply a mask.
 
     Args:
-        mask: The mask. A mask with block ids or a window is refused. If the keys are not the
-            queries' own sequence, the mask must not be causal.
+        mask: The mask. A mask with block ids or a window is refused. A causal mask must be a mask
+            of self-attention, in which the keys are the queries themselves.
         order: The layout of the tokens, `"full"`, `"right"` or `"packed"`. `te.kernels` explains
             the three words. Required if the mask is causal.
         batch_size: The number of batch rows, B. Pass it if one row of the mask is used for every

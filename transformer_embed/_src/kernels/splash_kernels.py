@@ -51,8 +51,8 @@ def splash_kernels(
     no bias and does not scale queries, so multiply the queries by `head_dim**-0.5` yourself.
 
     Args:
-        mask: The mask, without block ids. A mask that is causal or has a window must be
-            self-attention, or you must pass `q_offset`.
+        mask: The mask, without block ids. If the mask is causal or has a window, the keys must be
+            the queries themselves (self-attention), or you must pass `q_offset`.
         num_heads: The number of query heads.
         order: The layout of the tokens, `"full"`, `"right"` or `"packed"`. `te.kernels` explains
             the three words. Required if the mask is causal or has a window.

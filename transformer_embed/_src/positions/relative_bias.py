@@ -110,8 +110,9 @@ def alibi_bias(
             not a Python bool, `num_heads` is not a Python int, or `max_bias` is not a Python
             number. `dtype` is not a floating dtype.
         ValueError: A position in a list or a numpy array is outside int32, or positions have a rank
-            other than 1 or 2. The queries and the keys have different numbers of batch rows.
-            `num_heads` is below 1, or `max_bias` is outside (0, 126].
+            other than 1 or 2. The queries and the keys have different numbers of batch rows, such
+            as 2 and 3. (A single batch row fits any number.) `num_heads` is below 1, or `max_bias`
+            is outside (0, 126].
 
     Example:
         >>> import transformer_embed as te
@@ -177,9 +178,9 @@ def relative_position_buckets(
         TypeError: Positions are not integers, or are a jax array of uint32 or uint64. `num_buckets`
             or `max_distance` is not a Python int, or `causal` is not a Python bool.
         ValueError: A position in a list or a numpy array is outside int32, or positions have a rank
-            other than 1 or 2. The queries and the keys have different numbers of batch rows.
-            `num_buckets` or `max_distance` is too low (see above), or `max_distance` is outside
-            int32.
+            other than 1 or 2. The queries and the keys have different numbers of batch rows, such
+            as 2 and 3. (A single batch row fits any number.) `num_buckets` or `max_distance` is too
+            low (see above), or `max_distance` is outside int32.
 
     Example:
         >>> import transformer_embed as te

@@ -88,8 +88,7 @@ def apply_rotary(
         ValueError: The shapes of `x`, `positions` and `pair_axes` do not fit. The number of
             channels that form pairs is odd. An argument is out of its range, or a position in a
             list or a numpy array is outside int32. (But an array of uint32 may hold any number.)
-            `base` and `scaling` make an angle grow by 2**32 full turns or more from one position to
-            the next.
+            `base` and `scaling` give a frequency of 2**32 full turns per position or more.
 
     Example:
         >>> import jax.numpy as jnp

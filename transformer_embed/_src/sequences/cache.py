@@ -1,6 +1,6 @@
 """Writes tokens into a cache: positions, keys and values go into the same slots.
 
-A slot is the place of one token in a batch row of the cache. In shapes, b counts batch rows and t
+A slot has room for one token in a batch row of the cache. In shapes, b counts batch rows and t
 counts new tokens.
 """
 
@@ -28,12 +28,12 @@ VALUES_IF_ABSENT = {"ends": 2**31 - 1, "block_ids": -1}
 def write_cache(cache: Any, new: Any, slot: ArrayLike) -> tuple[Any, Bool[Array, "*b t"]]:
     """Writes new tokens into a cache, and says which of them were written.
 
-    A cache keeps the keys and values of earlier tokens. A slot is the place of one token in a batch
+    A cache keeps the keys and values of earlier tokens. A slot has room for one token in a batch
     row of the cache. The cache is a pytree of arrays [batch, slots, ...]. It has a `TokenPositions`
     that says which token is in each slot, and the keys and values of any number of layers. One call
     writes all arrays, so the positions in a slot always belong to the key and value in the slot.
-    Use it in a decoding loop: write the new tokens, then attend with
-    `AttentionMask(new_tokens, cache_tokens, causal=True)`.
+    Use it in a decoding loop: write the new tokens, then attend with `AttentionMask(new_tokens,
+    cache_tokens, causal=True)`.
 
     Args:
         cache: The pytree to write into. Inside `jax.vmap` over batch rows, the arrays have the
@@ -205,7 +205,7 @@ def _write_array(
 ) -> Shaped[Array, "b n ..."]:
     """Writes new tokens into one array of a cache of n slots.
 
-    A slot is the place of one token in a batch row of the cache.
+    A slot has room for one token in a batch row of the cache.
 
     Args:
         cache_array: The array of the cache.
@@ -298,8 +298,8 @@ class _TargetSlots(NamedTuple):
 def _find_target_slots(slot: Int32[Array, "..."], sizes: _Sizes) -> _TargetSlots:
     """Computes the slot of each token, and whether it is written.
 
-    A slot is the place of one token in a batch row of the cache. For example, 3 tokens with the
-    first slot 2, in a cache of 4 slots, get the slots 2 3 4, and the last one is not written.
+    A slot has room for one token in a batch row of the cache. For example, 3 tokens with the first
+    slot 2, in a cache of 4 slots, get the slots 2 3 4, and the last one is not written.
 
     Args:
         slot: The slot of the first token, [] or [batch], or the slot of each token, [1 or batch,

@@ -36,8 +36,9 @@ def load_balanced_order(
 
     Raises:
         TypeError: `length`, `devices` or `stripe` is not a Python int.
-        ValueError: `length`, `devices` or `stripe` is below 1, or `length` is not a multiple of the
-            number above. `kind` is neither `"zigzag"` nor `"cyclic"`.
+        ValueError: `length`, `devices` or `stripe` is below 1, or `length` is not a multiple of
+            `2 * devices` (zigzag) or of `devices * stripe` (cyclic). `kind` is neither `"zigzag"`
+            nor `"cyclic"`.
 
     Example:
         >>> import transformer_embed as te
