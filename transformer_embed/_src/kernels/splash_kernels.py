@@ -73,9 +73,10 @@ def splash_kernels(
     Returns:
         A pair of the kernels and the segment ids. The kernels are one pytree whose arrays have a
         leading axis for the batch. The segment ids are `SegmentIds` of int32 arrays [B, T] and [B,
-        S], or None if there is only one segment. Call the kernels in a `jax.vmap` over both. On a
-        mesh, `jax.shard_map` needs the specs of the kernels. Make specs for one batch row first.
-        Then put the mesh axis of the batch in front of each spec:
+        S], or None if there is only one segment. Call the kernels in a `jax.vmap` over the kernels
+        and the segment ids, as in the example. On a mesh, `jax.shard_map` needs the specs of the
+        kernels. Make specs for one batch row first. Then put the mesh axis of the batch in front of
+        each spec:
 
             row = jax.tree.map(lambda array: array[0], kernels)
             specs = row.manual_sharding_spec(NamedSharding(mesh, PartitionSpec("heads", "length")))

@@ -19,13 +19,13 @@ def load_balanced_order(
         length: The number of tokens of a row. With `kind="zigzag"`, a multiple of `2 * devices`.
             With `kind="cyclic"`, a multiple of `devices * stripe`.
         devices: The number of devices that share a row, at least 1.
-        kind: How the stripes of the row are given to the devices. (A stripe is some tokens that are
+        kind: How the stripes of a row are given to the devices. (A stripe is some tokens that are
             next to each other.) `"zigzag"` cuts the row into two stripes per device. Device i gets
-            stripe i from the start and stripe i from the end. For example, of the stripes 0, 1, 2,
-            3, the first device gets 0 and 3, and the second one gets 1 and 2. Use `"zigzag"` if
-            each row is one sequence. `"cyclic"` gives the stripes to the devices in turn: the first
-            device gets 0 and 2, and the second one gets 1 and 3. Use `"cyclic"` for packed rows or
-            windows.
+            the i-th stripe from the start and the i-th stripe from the end. For example, of the
+            stripes 0, 1, 2, 3, the first device gets 0 and 3, and the second one gets 1 and 2. Use
+            `"zigzag"` if each row is one sequence. `"cyclic"` gives the stripes to the devices in
+            turn: the first device gets 0 and 2, and the second one gets 1 and 3. Use `"cyclic"` for
+            packed rows or windows.
         stripe: The number of neighbouring tokens in a stripe. Only `kind="cyclic"` uses this
             number, because `kind="zigzag"` always cuts the row into two stripes per device.
 

@@ -49,11 +49,11 @@ class TokenPositions:
     your own. The class is a pytree, so it passes through `jit`, `vmap` and `scan`, and `jax.export`
     can save it.
 
-    The object has the shape of the arrays that you pass. If you pass arrays of shape [length], the
-    masks that you make from the object have no batch axis. Where a batch is needed, an object of
-    shape [length] is used for every batch row. The object holds only arrays, so you may slice,
-    stack or reshape a batch by `jax.tree.map`, pad a batch with zeros, and carry a cache through a
-    `scan`.
+    A `TokenPositions` has the shape of the arrays that you pass. If you pass arrays of shape
+    [length], the masks that you make from them have no batch axis. Where a batch is needed, a
+    `TokenPositions` of shape [length] is used for every batch row. A `TokenPositions` holds only
+    arrays. So you may slice, stack or reshape a batch by `jax.tree.map`, or pad a batch with zeros.
+    You may also carry the `TokenPositions` of a cache through a `scan`.
 
     Args:
         positions: The position of each token in the sequence. Integers of shape [length] or [batch,
@@ -217,10 +217,9 @@ class TokenPositions:
 
         Edge cases:
             - `AttentionMask.tile_kinds` says which tiles of a mask are empty or full, so that a
-              kernel can save work. The method `take` keeps this saving if the tokens of each tile
-              were neighbours in the old row: `tile_kinds` then finds as many empty and full tiles
-              as for the old row. But if a row is packed and the mask has a `chunk`, `tile_kinds`
-              finds fewer.
+              kernel can save work. If the tokens of each tile were neighbours before `take`
+              reordered the row, `tile_kinds` finds as many empty and full tiles as before. But if a
+              row is packed and the mask has a `chunk`, `tile_kinds` finds fewer.
             - If `order` is a jax array, its values are not checked. An index outside the row gives
               padding if the tokens have segment ids, and otherwise a token with position 0.
         """
@@ -546,8 +545,8 @@ class TokenPositions:
             Segment ids in a jax array are not checked. If a sequence returns after another one, as
             in [1, 2, 1], its positions continue. In this example, the positions are 0, 0 and 1, so
             a causal mask hides the third token from the first one. A negative number becomes
-            padding. To find negative numbers, and sequences that return, call `te.check_batch(...,
-            order="packed")` in your data pipeline.
+            padding. To find negative numbers, and sequences that return, call
+            `te.check_batch(..., order="packed")` in your data pipeline.
 
         Source:
             Packing is described by Raffel et al., "T5" (2020), section 3.5.2,
