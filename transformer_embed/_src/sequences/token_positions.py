@@ -50,10 +50,10 @@ class TokenPositions:
     can save it.
 
     A `TokenPositions` has the shape of the arrays that you pass. If you pass arrays of shape
-    [length], the masks that you make from them have no batch axis. Where a batch is needed, a
-    `TokenPositions` of shape [length] is used for every batch row. A `TokenPositions` holds only
-    arrays. So you may slice, stack or reshape a batch by `jax.tree.map`, or pad a batch with zeros.
-    You may also carry the `TokenPositions` of a cache through a `scan`.
+    [length], the masks that you make from the tokens have no batch axis. Where a batch is needed,
+    tokens of shape [length] are used for every batch row. The class holds only arrays. So you may
+    slice, stack or reshape a batch by `jax.tree.map`, or pad a batch with zeros. You may also carry
+    the tokens of a cache through a `scan`.
 
     Args:
         positions: The position of each token in the sequence. Integers of shape [length] or [batch,
