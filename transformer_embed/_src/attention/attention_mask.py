@@ -68,10 +68,13 @@ class AttentionMask(Mask):
 
     You can translate a mask into the arguments of a kernel of your own, as `te.kernels` does. The
     arguments of `AttentionMask` (see below) are attributes of the mask, such as `mask.window`. The
-    mask also has `mask.sides` (the queries and the keys), `mask.lengths` (the numbers of queries
-    and of keys) and `mask.reach`. The reach is a pair (left, right): how far a query sees under
-    `causal` and `window` together. The queries and the keys have the attributes `positions`,
-    `segment_ids`, `block_ids`, `places`, `ends` and `padding_mask`.
+    mask also has three pairs:
+
+    - `mask.sides` holds the queries and the keys, as two `TokenPositions`. Each of them has the
+      arrays `positions`, `segment_ids`, `block_ids`, `places`, `ends` and `padding_mask`.
+    - `mask.lengths` holds the numbers of queries and of keys.
+    - `mask.reach` says how far a query sees to the left and to the right under `causal` and
+      `window` together. With `causal=True` and `window=(3, 5)`, it is (3, 0). None means no limit.
 
     Args:
         queries: The tokens that attend. Queries without segment ids see the keys of every segment.
@@ -90,19 +93,20 @@ class AttentionMask(Mask):
             token, as in transformers.
         sinks: How many of the first positions stay visible to the left of a window, at least 1.
             With `window=(3, 0)` and `sinks=2`, the query at position 9 sees the positions 0, 1 and
-            6 to 9. Pass `sinks` only with a window that has a left limit. A sink ignores only the
-            left limit of the window. So with `window=(3, 0)`, the query at position 0 does not see
-            position 1, and with a `chunk`, a query sees no sink outside its own chunk.
+            6 to 9. Pass `sinks` only with a window that has a left limit. A sink ignores only this
+            left limit, and all other limits still hold. For example, with `window=(3, 0)`, the
+            query at position 0 does not see position 1, because the right limit is 0. With a
+            `chunk`, a query sees no sink outside its own chunk.
 
     Raises:
         TypeError: `queries` or `keys` is not a `TokenPositions`, or `causal` is not a Python bool.
             `chunk`, `sinks` or a limit of the window is not a Python int.
-        ValueError: The queries and the keys have different numbers of batch rows, both above 1. The
-            queries have block ids and the keys have none, or the keys have block ids and the
-            queries have none. The queries have segment ids and the keys have none. `window`,
-            `chunk` or `sinks` is out of its range, or `sinks` is passed without a left limit of a
-            window. The keys are a tree (`TokenPositions.from_parents`), and you set `causal=False`,
-            `window` or `chunk`.
+        ValueError: The queries and the keys have different numbers of batch rows, such as 2 and 3.
+            (A single batch row fits any number.) Only the queries or only the keys have block ids
+            (from `TokenPositions.with_block_ids`). The queries have segment ids and the keys have
+            none. `window`, `chunk` or `sinks` is out of its range. You pass `sinks`, but no
+            `window` with a left limit. The keys are a tree of tokens (from
+            `TokenPositions.from_parents`), and you set `causal=False`, `window` or `chunk`.
 
     Example:
         >>> import jax.numpy as jnp
@@ -190,7 +194,10 @@ class AttentionMask(Mask):
 
     @property
     def reach(self) -> Window:
-        """Returns how many places before and after its own a query sees; None means no limit."""
+        """Returns (left, right): how many places before and after its own a query sees.
+
+        None means no limit. A causal mask has the right limit 0.
+        """
         left, right = self.window or (None, None)
         return left, 0 if self.causal else right
 
@@ -308,11 +315,12 @@ class AttentionMask(Mask):
             [[1, 0, 0, 0], [2, 1, 0, 0], [0, 0, 1, 0], [0, 0, 2, 1]]
 
         Edge cases:
-            Sometimes an empty or full tile gets a 1, as if only some of the pairs could attend. A
-            kernel that masks such a tile still gives the right result.
+            Sometimes a tile gets the kind 1, although no pair of the tile may attend (the kind
+            would be 0) or all pairs may (the kind would be 2). A kernel that masks this tile still
+            gives the right result.
 
-            No empty or full tile gets a 1 in these two cases, unless tokens have block ids, or you
-            set both `sinks` and `chunk`:
+            If tokens have no block ids, and you do not set both `sinks` and `chunk`, the kinds of
+            all tiles are exact in two cases:
 
             - self-attention of padded or packed rows, if all sequences of a batch row begin at the
               same position;

@@ -138,8 +138,8 @@ def flash_attention_kwargs(
     """Makes the arguments of Pallas' `flash_attention` on TPUs that apply a mask.
 
     Args:
-        mask: The mask. A mask with block ids or a window is refused. If the keys are not the
-            queries' own sequence, the mask must not be causal.
+        mask: The mask. A mask with block ids or a window is refused. A causal mask must be a mask
+            of self-attention, in which the keys are the queries themselves.
         order: The layout of the tokens, `"full"`, `"right"` or `"packed"`. `te.kernels` explains
             the three words. Required if the mask is causal.
         batch_size: The number of batch rows, B. Pass it if one row of the mask is used for every
@@ -178,9 +178,9 @@ def mha_kwargs(
         mask: The mask of self-attention. A mask with block ids or a window is refused.
         order: The layout of the tokens, `"full"`, `"right"` or `"packed"`. `te.kernels` explains
             the three words. Required if the mask is causal.
-        batch_size: The number of batch rows, B, for the segment ids [B, T] that the kernel needs.
-            Pass it if the mask has a single row. If None, the mask must have at least 2 rows, and B
-            is the number of rows of the mask.
+        batch_size: The number of batch rows, B. `mha` takes segment ids of shape [B, T], so B must
+            be known. Pass `batch_size` if the mask has a single row. If None, the mask must have at
+            least 2 rows, and B is the number of rows of the mask.
 
     Returns:
         A dictionary of the keyword arguments `causal` and `segment_ids`. `segment_ids` is an int32

@@ -51,18 +51,19 @@ def splash_kernels(
     no bias and does not scale queries, so multiply the queries by `head_dim**-0.5` yourself.
 
     Args:
-        mask: The mask, without block ids. A mask that is causal or has a window must be
-            self-attention, or you must pass `q_offset`.
+        mask: The mask, without block ids. If the mask is causal or has a window, the keys must be
+            the queries themselves (self-attention), or you must pass `q_offset`.
         num_heads: The number of query heads.
         order: The layout of the tokens, `"full"`, `"right"` or `"packed"`. `te.kernels` explains
             the three words. Required if the mask is causal or has a window.
         batch_size: The number of batch rows, B. Pass it if one row of the mask is used for every
             batch row. If None, B is the number of rows of the mask.
-        q_offset: The number of keys before the first query, a Python int. Pass it if the keys of
-            cached tokens come before the keys of the queries' own tokens. For example, pass 1024 if
-            a cache has 1024 tokens and the queries are the next tokens of the prompt. The argument
-            is the `offset` of jax's masks for splash attention. Pass None for self-attention
-            without a cache, and for attention to another sequence.
+        q_offset: The number of keys before the key of the first query, a Python int. Pass it if the
+            keys begin with cached tokens, and the tokens of the queries come after them. For
+            example, pass 1024 if a cache has 1024 tokens and the queries are the next tokens of the
+            prompt. Query 0 is then key 1024. The argument is the `offset` of jax's masks for splash
+            attention. Pass None for self-attention without a cache, and for attention to another
+            sequence.
         is_mqa: Whether the kernels are made by `make_splash_mqa`, for keys and values of a single
             head. If False, they are made by `make_splash_mha`.
         head_shards: The number of devices that the heads are split over.
@@ -72,9 +73,10 @@ def splash_kernels(
     Returns:
         A pair of the kernels and the segment ids. The kernels are one pytree whose arrays have a
         leading axis for the batch. The segment ids are `SegmentIds` of int32 arrays [B, T] and [B,
-        S], or None if there is only one segment. Call the kernels in a `jax.vmap` over both. On a
-        mesh, `jax.shard_map` needs the specs of the kernels. Make specs for one batch row first.
-        Then put the mesh axis of the batch in front of each spec:
+        S], or None if there is only one segment. Call the kernels in a `jax.vmap` over the kernels
+        and the segment ids, as in the example. On a mesh, `jax.shard_map` needs the specs of the
+        kernels. Make specs for one batch row first. Then put the mesh axis of the batch in front of
+        each spec:
 
             row = jax.tree.map(lambda array: array[0], kernels)
             specs = row.manual_sharding_spec(NamedSharding(mesh, PartitionSpec("heads", "length")))
@@ -84,10 +86,10 @@ def splash_kernels(
         TypeError: `mask` is not an AttentionMask, or `is_mqa` is not a Python bool. `num_heads`,
             `batch_size`, `q_offset` or a number of shards is not a Python int.
         ValueError: Splash attention cannot express a part of the mask. A block size does not divide
-            the length, or the kernel needs more scalar memory than a TPU has (see below). The
-            tokens are not in the layout that you pass as `order`, or the queries are not the same
-            tokens as the keys from index `q_offset` on. (The tokens are not checked inside
-            `jax.jit`.)
+            the length. The kernel needs more than the 1 MB of scalar memory that a TPU has (see
+            below). The tokens are not in the layout that you pass as `order`. You pass `q_offset`,
+            but the keys from index `q_offset` on are other tokens than the queries. (The tokens are
+            not checked inside `jax.jit`.)
 
     Example:
         >>> import jax

@@ -22,9 +22,9 @@ class OutputConfig:
     """Describes an output layer, for `EmbedderConfig` and `TokenEmbedding`.
 
     Pass an `OutputConfig` as the argument `output` of `EmbedderConfig` or `TokenEmbedding`. Then
-    call the method `output` of your layer (an `Embedder`, a `TransformerEmbedding` or a
-    `TokenEmbedding`). It returns an `OutputLayer`, which you pass to a loss or to `linear_logits`.
-    The `OutputLayer` also has the `pad_id` of the input layer, so padding is never predicted.
+    the method `output` of your layer returns an `OutputLayer`, which you pass to a loss or to
+    `linear_logits`. The `OutputLayer` also has the `pad_id` of the input layer, so padding is never
+    predicted.
 
     Args:
         tied: Whether the output layer uses the token table. If False, the output layer has a table
@@ -105,12 +105,12 @@ class EmbedderConfig:
         dropout_rate: The rate of dropout on the sum of tokens, positions and token types, in [0,
             1). Vaswani et al. (2017) use 0.1.
         pad_id: The id of padding. Padding is never predicted, and positions count from the first
-            token of each batch row. The token vector of padding is zeros, but the encoding of a
-            position is added to the zeros. (Set this position by the `at_padding` of `Sinusoidal`
-            or `Learned`.) So your attention mask must hide padding. Pass only an id that never
-            occurs inside a text. If your texts are padded with the id that ends a text, leave
-            `pad_id` out, and make positions and masks with `TokenPositions.from_lengths`. If None,
-            no id is padding.
+            token of each batch row. The token vector of padding is zeros, but the layer adds a
+            position encoding to the zeros, so your attention mask must hide padding. (The argument
+            `at_padding` of `Sinusoidal` and `Learned` sets the position of padding.) Pass only an
+            id that never occurs inside a text. If your texts are padded with the id that ends a
+            text, leave `pad_id` out, and make positions and masks with
+            `TokenPositions.from_lengths`. If None, no id is padding.
         scale: The factor of the token vectors: a number above 0, or "sqrt_d_model" for the square
             root of the width of the table. (The width is `embedding_width` if you set this field,
             and otherwise `d_model`.) 1.0 leaves the table rows as they are.
@@ -150,8 +150,9 @@ class EmbedderConfig:
             without spreading, the first device holds the rows of most tokens. With True, each
             device has about the same number of frequent ids. You keep using the same ids. The order
             of the rows does not depend on the mesh, so a checkpoint fits all meshes. For a good
-            spread, set `row_multiple` to a power of two that is at least the number of devices and
-            at most 4096. If the output layer is tied, pass False.
+            spread, also set the field `row_multiple`, which adds rows to the table. Use a power of
+            two that is at least the number of devices and at most 4096, such as 128. If the output
+            layer is tied, pass False.
 
     Raises:
         ValueError: A field is out of range, the position scheme does not fit the width of the

@@ -75,9 +75,11 @@ class Embedder:
         `jax.vmap` and `jax.export`. For `jax.vmap`, bind keyword arguments with
         `functools.partial`, because vmap would map them. For `jax.export`, shapes may be symbolic;
         if positions are learned, the length is then bounded by the table of positions. `apply` is
-        traced once for each combination of shapes and `is_training`. Other numbers in `positions`,
-        such as a new offset, cause no new trace. Another integer dtype causes no new trace, except
-        a uint32 array with positions outside int32.
+        traced once for each combination of shapes and `is_training`. If only the numbers in
+        `positions` change, as from one step of decoding to the next, `apply` is not traced again. A
+        different integer dtype of `ids` or `positions` causes no new trace either, because both are
+        converted to int32 first. (Two kinds of positions keep their dtype: jax arrays of uint32,
+        int64 or uint64, and numpy arrays of uint32 with a number of 2**31 or more.)
 
         Args:
             params: The parameters, as `init` makes them, or the parameters of a whole model that

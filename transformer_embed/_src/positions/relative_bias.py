@@ -76,12 +76,14 @@ def alibi_bias(
     positions, so it is right for queries at an offset in a cache, for packed sequences and for
     padding on either side.
 
-    With `causal=True`, keys after the query get a bias above 0, so mask these keys. From one query
-    to another, the causal biases of all keys change by the same number, and a softmax ignores a
-    number that is added to all keys. So to save memory, you can compute the bias for a single query
-    and use it for all queries. With `query_positions=[0]` you get `slopes * key`, the bias of Bloom
-    and Falcon (Falcon computes it in bfloat16). With `query_positions=[length - 1]` you get the
-    bias of Keras and of the model MPT. If `causal` is False, compute the bias for every query.
+    With `causal=True`, keys after the query get a bias above 0, so mask these keys. To save memory,
+    you can then compute the bias for a single query and use it for all queries. For example, with
+    the slope 0.5, the keys at positions 0, 1 and 2 have the biases -1, -0.5 and 0 for the query at
+    position 2, and -1.5, -1 and -0.5 for the query at position 3. All three differ by the same
+    number, 0.5, and a softmax ignores a number that is added to all keys. With
+    `query_positions=[0]` you get `slopes * key`, the bias of Bloom and Falcon (Falcon computes it
+    in bfloat16). With `query_positions=[length - 1]` you get the bias of Keras and of the model
+    MPT. If `causal` is False, compute the bias for every query.
 
     Args:
         query_positions: The positions of the queries. Integers of shape [T] or [B, T].
@@ -97,18 +99,20 @@ def alibi_bias(
     Returns:
         The bias, of `dtype`. Shape [B or 1, num_heads, T, S], or [num_heads, T, S] if the positions
         of queries and keys have no batch axis. Distances are exact integers for any two positions.
-        A bias is computed in float32 (relative error below 1.8e-7) and rounded once. The magnitude
-        of the bias is at most a quarter of the largest number of the dtype. (Only float16 is so
-        narrow that a distance can reach this limit, 16376.) For masked keys, `mask_to_bias` adds
-        minus half of the largest number. So the sum of both is finite, and masked keys stay masked.
+        A bias is computed in float32 (relative error below 1.8e-7) and rounded once. In float16,
+        biases below -16376 become -16376, and biases above 16376 become 16376. For masked keys,
+        `mask_to_bias` adds -32752 in float16, so the sum of both is finite, and masked keys stay
+        masked. (The limit 16376 is a quarter of the largest number of float16. Other dtypes have
+        such a limit too, but no distance is large enough to reach it.)
 
     Raises:
         TypeError: Positions are not integers, or are a jax array of uint32 or uint64. `causal` is
             not a Python bool, `num_heads` is not a Python int, or `max_bias` is not a Python
             number. `dtype` is not a floating dtype.
         ValueError: A position in a list or a numpy array is outside int32, or positions have a rank
-            other than 1 or 2. The queries and the keys have different numbers of batch rows.
-            `num_heads` is below 1, or `max_bias` is outside (0, 126].
+            other than 1 or 2. The queries and the keys have different numbers of batch rows, such
+            as 2 and 3. (A single batch row fits any number.) `num_heads` is below 1, or `max_bias`
+            is outside (0, 126].
 
     Example:
         >>> import transformer_embed as te
@@ -141,9 +145,9 @@ def relative_position_buckets(
     """Computes T5's bucket of the distance between each query and key.
 
     A bucket is the index of a row in a table of biases, which `te.RelativePositionBias` learns. Let
-    m be the number of buckets for the keys on one side of the query, and let e = m // 2. The first
-    e buckets hold a single distance each. Each later bucket holds a range of distances. The bucket
-    of distance n is
+    m be the number of buckets for the keys on one side of the query: `num_buckets` if `causal` is
+    True, and `num_buckets // 2` if not. Let e = m // 2. The first e buckets hold a single distance
+    each. Each later bucket holds a range of distances. The bucket of distance n is
 
         n                                                                     if n < e
         min(m - 1, e + floor(log(n / e) / log(max_distance / e) * (m - e)))   otherwise
@@ -157,13 +161,13 @@ def relative_position_buckets(
         num_buckets: The number of rows of the table of biases. At least 2 if `causal` is True, and
             at least 4 if not. If `causal` is False, pass an even number, because an odd number
             leaves the last row unused.
-        max_distance: A large distance. All distances from `max_distance` on are in the last bucket.
-            `max_distance` must be above e, the number of buckets that hold a single distance.
-        causal: Whether your attention mask hides the keys after the query. Set True for T5's
-            decoder. All buckets are then for keys at or before the query, and keys after the query
-            get bucket 0. In the formula above, m is `num_buckets`. Set False for T5's encoder. The
-            first half of the buckets is then for keys at or before the query, and the other half
-            for keys after the query. In the formula, m is `num_buckets // 2`. There is no default.
+        max_distance: A distance from which on all distances are in the last bucket. `max_distance`
+            must be above the number of buckets that hold a single distance each, which is
+            `num_buckets // 2` if `causal` is True, and `num_buckets // 4` if not.
+        causal: Whether your attention mask hides the keys after the query. There is no default. Set
+            True for T5's decoder. All buckets are then for keys at or before the query, and keys
+            after the query get bucket 0. Set False for T5's encoder. The first half of the buckets
+            is then for keys at or before the query, and the second half for keys after the query.
 
     Returns:
         The buckets, int32, in [0, num_buckets). A bucket is the index of a row in a table of
@@ -174,9 +178,9 @@ def relative_position_buckets(
         TypeError: Positions are not integers, or are a jax array of uint32 or uint64. `num_buckets`
             or `max_distance` is not a Python int, or `causal` is not a Python bool.
         ValueError: A position in a list or a numpy array is outside int32, or positions have a rank
-            other than 1 or 2. The queries and the keys have different numbers of batch rows.
-            `num_buckets` is too low. `max_distance` is outside int32, or is not above e, the number
-            of buckets that hold a single distance.
+            other than 1 or 2. The queries and the keys have different numbers of batch rows, such
+            as 2 and 3. (A single batch row fits any number.) `num_buckets` or `max_distance` is too
+            low (see above), or `max_distance` is outside int32.
 
     Example:
         >>> import transformer_embed as te

@@ -14,31 +14,34 @@ def relative_shift(logits: ArrayLike, num_keys: int | None = None) -> Float[Arra
     """Moves the logits of relative distances to the keys at these distances.
 
     Use it for attention with relative embeddings (Transformer-XL, XLNet, Music Transformer). In
-    these models, one matrix product multiplies each query by the embedding of each distance. The
-    product with the distance n belongs in the column of the key at the distance n from the query.
-    This function moves each product into its column. The T queries are the last T of the S keys,
-    and the result is
+    these models, one matrix product multiplies each query by the embedding of each distance, so the
+    products have a column for each distance. But attention needs a column for each key. This
+    function moves each product into the column of its key. For example, the product of a query with
+    the distance 3 moves to the key 3 tokens before this query. The T queries are the last T of the
+    S keys, and the result is
 
         result[..., t, s] = logits[..., t, s + T - 1 - t]
 
-    In `logits`, column S - 1 is for the query's own key. So column S - 2 is for the key one token
-    before the query, and column S for the key one token after the query.
+    With S keys, column S - 1 of `logits` is for the query's own key. Column S - 2 is for the key
+    one token before the query, and column S for the key one token after the query.
 
     Args:
         logits: The products of the queries and the embeddings of the distances. Floats of shape
-            [..., T, R], for example [batch, heads, T, R]. R is the number of distances. The first
-            column is for the furthest key before the query, and each next column is for the key one
-            token later. With T queries and S keys, pass R = S distances for attention to the past,
-            as in Transformer-XL. Pass up to S + T - 1 distances if queries also attend to later
-            keys, as in XLNet.
+            [..., T, R], for example [batch, heads, T, R]. R is the number of distances. The
+            distances fall from column to column: with S = 4 keys, the columns 0 to 3 are for the
+            keys 3, 2, 1 and 0 tokens before the query, and column 4 is for the key one token after
+            the query. If queries attend only to the past, as in Transformer-XL, pass R = S
+            distances. If queries also attend to later keys, as in XLNet, pass up to S + T - 1
+            distances, because the first of T queries has T - 1 later keys.
         num_keys: The number of keys, S. The keys are earlier tokens (the memory of Transformer-XL),
-            then the tokens of the queries. If None, S is R, the number of distances in `logits`.
+            then the tokens of the queries. If None, there are as many keys as distances in
+            `logits`.
 
     Returns:
         A logit for each query and key, of the dtype of `logits`. Shape [..., T, S]. A key gets -inf
-        if `logits` has no column for the distance of the key. With as many distances as keys (R =
-        S), there are no columns for later keys, so no query attends to a later key. The function is
-        differentiable.
+        if `logits` has no column for the distance of the key. For example, if you pass as many
+        distances as keys (R = S), all keys after the query get -inf, so no query attends to a later
+        key. The function is differentiable.
 
     Raises:
         TypeError: `logits` does not hold floats, or `num_keys` is not a Python int.
@@ -64,9 +67,9 @@ def relative_shift(logits: ArrayLike, num_keys: int | None = None) -> Float[Arra
 
     Source:
         The method is from Dai et al., "Transformer-XL" (2019), appendix B,
-        https://arxiv.org/abs/1901.02860: compute a logit for each distance, then shift each row to
-        the query. After the shift in the authors' code, keys after the query have wrong logits, so
-        the code must mask these keys.
+        https://arxiv.org/abs/1901.02860. It computes a logit for each distance, then shifts the
+        logits of each query to the columns of the keys. In the authors' code, keys after the query
+        have wrong logits after the shift, so the code must mask these keys.
     """
     logits = arguments.as_floats("logits", logits)
     has_columns = logits.ndim > 1 and logits.shape[-1] > 0

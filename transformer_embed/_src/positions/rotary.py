@@ -64,15 +64,17 @@ def apply_rotary(
             rotated.
         partial: Which channels are rotated if `rotary_dim` is set. `"first"` rotates the first
             `rotary_dim` channels, like a head of that size. `"proportional"` (Gemma) makes pairs of
-            all channels of the head, but rotates only the first rotary_dim / 2 pairs. Each pair has
-            the same frequency as if the whole head were rotated.
+            all channels of the head, but rotates only the first rotary_dim / 2 pairs. For example,
+            with 8 channels, `rotary_dim=4` and the layout "half", the pairs are (0, 4), (1, 5), (2,
+            6) and (3, 7), and only the first two are rotated. Each pair has the same frequency as
+            if the whole head were rotated.
         scaling: How the frequencies are changed for texts that are longer than in training. Pass
             the scaling that your model was published with: a `LinearScaling`, `NTKScaling`,
             `YarnScaling`, `Llama3Scaling` or `LongRopeScaling`. If None, the frequencies stay as
             they are.
-        pair_axes: Which position rotates each pair, if each token has several positions, such as
-            time, height and width. One integer per pair, an index into the last axis of
-            `positions`. For example, `np.repeat([0, 1, 2], [16, 24, 24])` rotates the
+        pair_axes: Which position rotates each pair of channels. Set it if each token has several
+            positions, such as time, height and width. Pass one integer per pair, an index into the
+            last axis of `positions`. For example, `np.repeat([0, 1, 2], [16, 24, 24])` rotates the
             first 16 pairs by the time. The frequencies stay the same. If None, each token has one
             position.
 
@@ -86,8 +88,7 @@ def apply_rotary(
         ValueError: The shapes of `x`, `positions` and `pair_axes` do not fit. The number of
             channels that form pairs is odd. An argument is out of its range, or a position in a
             list or a numpy array is outside int32. (But an array of uint32 may hold any number.)
-            `base` and `scaling` make an angle grow by 2**32 full turns or more from one position to
-            the next.
+            `base` and `scaling` give a frequency of 2**32 full turns per position or more.
 
     Example:
         >>> import jax.numpy as jnp
@@ -102,8 +103,8 @@ def apply_rotary(
     Edge cases:
         - The error of cosines and sines is at most 6.0e-8 at every int32 and uint32 position. At
           float positions below 2**24 in magnitude, the same bound holds if no frequency is above
-          1000 radians per position. If a scaling has an attention factor, the error is multiplied
-          by this factor, and one float32 rounding is added.
+          1000 radians per position. If a scaling multiplies cosines and sines by an attention
+          factor, the bound is 6.0e-8 times this factor, plus one float32 rounding.
         - The rotation is computed in float32, or in float64 if x is float64, and rounded once to
           the dtype of x.
         - The rotated channels are NaN for a float position that is NaN, infinite, or at least 2**31
@@ -166,16 +167,17 @@ def permute_rotary_weights(
         weights: The weights or biases, of any dtype. Shape [..., num_heads * head_dim], with the
             output channels last, as in `hk.Linear`. In PyTorch, the output channels are the first
             axis, so transpose weights from PyTorch.
-        num_heads: The number of heads, at least 1. If the model has fewer key heads than query
-            heads, pass the number of key heads for the weights of the keys.
+        num_heads: The number of heads, at least 1. Call this function once for the weights of the
+            queries, and once for the weights of the keys. If the model has fewer key heads than
+            query heads, pass the number of key heads in the call for the keys.
         source: The layout of your weights, which is the `layout` that the model passes to
             `apply_rotary`. `"half"` pairs channel i with i + rotary_dim // 2, and `"interleaved"`
             pairs 2i with 2i + 1.
         target: The layout to convert them to.
-        rotary_dim: The argument `rotary_dim` of your calls of `apply_rotary`: the first
-            `rotary_dim` channels of each head form pairs. If None, all channels form pairs. Pass
-            None also for a model with `partial="proportional"`. In such a model, all channels form
-            pairs, although only some of the pairs are rotated.
+        rotary_dim: The number of channels of each head that form pairs, counted from the first
+            channel. Pass the `rotary_dim` of your calls of `apply_rotary`. But if these calls have
+            `partial="proportional"`, pass None, because then all channels form pairs. If None, all
+            channels form pairs.
 
     Returns:
         The permuted array, of the shape and dtype of `weights`.

@@ -68,9 +68,10 @@ class _Scaling:
 class LinearScaling(_Scaling):
     """Divides every frequency by `factor` (position interpolation).
 
-    Use it for models that were trained with position interpolation. The config.json of these models
-    has the rope type "linear". A text that is `factor` times longer than in training then uses only
-    angles that the model has seen.
+    Use it for models that were trained with position interpolation: each token is rotated as if its
+    position were divided by `factor`. The config.json of these models has the rope type "linear". A
+    text that is `factor` times longer than in training then needs only rotations that the model has
+    seen.
 
     Args:
         factor: How many times longer the context is than in training, above 0.
@@ -148,18 +149,22 @@ class YarnScaling(_Scaling):
     of these models has the rope type "yarn". YaRN also multiplies cosines and sines by an attention
     factor, so the attention scores are multiplied by the square of this factor.
 
-    A frequency is high if it makes many full turns over the trained length. For d rotated channels,
-    frequency i is base ** (-2i / d), so high frequencies have low indices. The ramp is a number for
-    each index: 0 up to the index `first`, 1 from the index `last` on, and rising evenly between
-    these two. A frequency is kept where the ramp is 0, and divided by `factor` where the ramp is 1.
-    Between `first` and `last`, it is a blend of both:
+    The d rotated channels form d / 2 pairs, and pair i has the frequency base ** (-2i / d). So the
+    first pairs have the highest frequencies: they make the most full turns over the trained length.
+    The pairs up to the index `first` keep their frequencies, and the pairs from the index `last` on
+    have their frequencies divided by `factor`. Between these two, the frequencies are blends:
 
         frequency[i] = base ** (-2i / d) * (1 - ramp[i] + ramp[i] / factor)
 
-    Here `first = max(index(beta_fast), 0)` and `last = min(index(beta_slow), d - 1)`. The index of
-    the frequency that makes n turns is
-    `index(n) = d * ln(original_length / (2 * pi * n)) / (2 * ln(base))`. If `first` and `last` are
-    equal, 0.001 is added to `last`, as in transformers, so the ramp becomes a step.
+    The number `ramp[i]` is 0 up to the index `first` and 1 from the index `last` on, and rises
+    evenly between these two. The two indices follow from the arguments `beta_fast` and `beta_slow`:
+
+        first = max(index(beta_fast), 0)
+        last = min(index(beta_slow), d - 1)
+
+    Here `index(n) = d * ln(original_length / (2 * pi * n)) / (2 * ln(base))` is the index of the
+    pair that makes n full turns over the trained length, for d rotated channels. If `first` and
+    `last` are equal, 0.001 is added to `last`, as in transformers, so `ramp` jumps from 0 to 1.
 
     The attention factor multiplies cosines and sines. By default it is computed from `factor`,
     `mscale` and `mscale_all_dim`, as m(mscale) / m(mscale_all_dim), where m(s) = 0.1 * s *
@@ -168,13 +173,13 @@ class YarnScaling(_Scaling):
     Args:
         factor: How many times longer the context is than in training, above 0.
         original_length: The trained length, at least 2.
-        beta_fast: A number of full turns. Frequencies that make at least so many full turns over
-            the trained length are kept. A frequency that makes fewer turns, but more than
-            `beta_slow`, is replaced by a weighted mean of itself and itself divided by `factor`.
-            `beta_fast` is at least `beta_slow`. If both are equal, as in Kimi K2, hardly any
-            frequency is between them.
-        beta_slow: A number of full turns, above 0. Frequencies that make at most so many full turns
-            over the trained length are divided by `factor`.
+        beta_fast: A number of full turns. A pair of channels keeps its frequency if it makes at
+            least `beta_fast` turns over the trained length. If a pair makes fewer turns, but more
+            than `beta_slow`, its new frequency is between the old frequency and the old frequency
+            divided by `factor`. `beta_fast` is at least `beta_slow`. If both are equal, as in Kimi
+            K2, hardly any pair is between them.
+        beta_slow: A number of full turns, above 0. If a pair of channels makes at most `beta_slow`
+            turns over the trained length, its frequency is divided by `factor`.
         truncate: Whether the two ends of the ramp are rounded to integers, `first` down and `last`
             up. Pass False for gpt-oss.
         mscale: A number in the formula of the attention factor, at least 0. Pass the entry `mscale`
@@ -233,9 +238,9 @@ class YarnScaling(_Scaling):
         log_base = Decimal(base).ln()
 
         def index_with_turns(turns: float) -> Decimal:
-            """Computes the index of the frequency that makes so many turns in the trained length.
+            """Computes the index of the pair that makes `turns` turns over the trained length.
 
-            Frequency i is base ** (-2i / dim), so the index solves
+            Pair i has the frequency base ** (-2i / dim), so the index i solves the equation
             original_length * base ** (-2i / dim) = 2 * pi * turns. It need not be an integer.
             """
             angle = 2 * phase.PI * Decimal(turns)
@@ -243,8 +248,8 @@ class YarnScaling(_Scaling):
             return dim * log_ratio / (2 * log_base)
 
         # A new frequency is (1 - ramp) * frequency + ramp * frequency / factor. The ramp rises from
-        # 0 at the first index, whose frequency makes `beta_fast` turns in the trained length, to 1
-        # at the last index, whose frequency makes `beta_slow` turns.
+        # 0 at the first index, whose pair makes `beta_fast` turns in the trained length, to 1 at
+        # the last index, whose pair makes `beta_slow` turns.
         first = index_with_turns(self.beta_fast)
         last = index_with_turns(self.beta_slow)
         if self.truncate:
@@ -276,8 +281,8 @@ class Llama3Scaling(_Scaling):
 
     Use it for Llama 3.1 and later models whose config.json has the rope type "llama3".
 
-    A frequency f makes `n = original_length * f / (2 * pi)` full turns over the trained length. The
-    scaled frequency is
+    A pair of channels with the frequency f makes `n = original_length * f / (2 * pi)` full turns
+    over the trained length. Its scaled frequency is
 
         f * ((1 - s) / factor + s)
         s = (n - low_freq_factor) / (high_freq_factor - low_freq_factor), clipped to [0, 1]
@@ -285,13 +290,13 @@ class Llama3Scaling(_Scaling):
     Args:
         factor: The number that divides low frequencies, above 0. Pass 8 for Llama 3.1 and 32 for
             Llama 3.2.
-        low_freq_factor: A number of full turns, above 0. Frequencies that make at most so many full
-            turns over the trained length are divided by `factor`.
-        high_freq_factor: A number of full turns. Frequencies that make at least so many full turns
-            over the trained length are kept. A frequency that makes fewer turns, but more than
-            `low_freq_factor`, is replaced by a weighted mean of itself and itself divided by
-            `factor`. `high_freq_factor` is at least `low_freq_factor`. If both are equal, as in
-            Llama 4 Scout, no frequency is between them.
+        low_freq_factor: A number of full turns, above 0. If a pair of channels makes at most
+            `low_freq_factor` turns over the trained length, its frequency is divided by `factor`.
+        high_freq_factor: A number of full turns. A pair of channels keeps its frequency if it makes
+            at least `high_freq_factor` turns over the trained length. If a pair makes fewer turns,
+            but more than `low_freq_factor`, its new frequency is between the old frequency and the
+            old frequency divided by `factor`. `high_freq_factor` is at least `low_freq_factor`. If
+            both are equal, as in Llama 4 Scout, no pair is between them.
         original_length: The trained length, at least 2.
 
     Raises:
@@ -323,8 +328,9 @@ class Llama3Scaling(_Scaling):
     def _scaled(self, frequencies: np.ndarray, base: float) -> np.ndarray:
         """Divides low frequencies by the factor, keeps high ones, and blends those between.
 
-        A frequency that makes at most `low_freq_factor` turns over the trained length is divided
-        fully, and one that makes at least `high_freq_factor` turns is kept.
+        If a pair of channels makes at most `low_freq_factor` turns over the trained length, its
+        frequency is divided fully. If it makes at least `high_freq_factor` turns, its frequency is
+        kept.
         """
         low = Decimal(self.low_freq_factor)
         high = Decimal(self.high_freq_factor)
@@ -386,9 +392,9 @@ class LongRopeScaling(_Scaling):
 
     Source:
         The scaling is from Ding et al., "LongRoPE: Extending LLM Context Window Beyond 2 Million
-        Tokens" (2024), section 3, https://arxiv.org/abs/2402.13753. The attention factor (the
-        number that multiplies cosines and sines), and the choice between short and long factors by
-        the length, are from Phi-3's published code.
+        Tokens" (2024), section 3, https://arxiv.org/abs/2402.13753. Two parts are from Phi-3's
+        published code: the attention factor, which multiplies cosines and sines, and the choice
+        between short and long factors by the length of the text.
     """
 
     short_factor: Sequence[float]

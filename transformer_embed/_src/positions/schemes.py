@@ -185,9 +185,9 @@ class SinusoidalGrid(PositionScheme, Sinusoids):
 
     Use it as the scheme of an `EmbedderConfig` or a `PositionalEncoding`. The layer takes flattened
     patches, [..., h * w, d_model], in row-major order: position p of a grid (h, w) is the point
-    `(p // w, p % w)`. If a batch row has n patches, and there are more points, the patches get the
-    points 0 to n - 1. If the model has a class token, add the token after the layer. If you have no
-    layer, call `encoding`, which is a pure function of positions.
+    `(p // w, p % w)`. If a batch row has only n patches, and the grid has more points, the patches
+    get the positions 0 to n - 1. If the model has a class token, add the token after the layer. If
+    you have no layer, call `encoding`, which is a pure function of positions.
 
     Each axis gets an equal part of the channels. Part k is the `sinusoidal_encoding` of the
     coordinate along axis axes[k].
@@ -210,13 +210,16 @@ class SinusoidalGrid(PositionScheme, Sinusoids):
         base, layout, shift, frequency_scale: The arguments of `sinusoidal_encoding` with these
             names. The values are the same for all axes. Pass `layout="sin_cos"` for the code of
             MAE, diffusers and big_vision, and for big_vision also `shift=1`.
-        odd: How d_model channels are split over n axes. `"truncate"` gives each axis d_model / n
-            channels, so d_model must be a multiple of n. `"round_up"` rounds d_model / n up to an
-            even number, encodes each axis in this number of channels, joins the encodings, and
-            keeps the first d_model channels, as in the package positional-encodings. For example,
-            with d_model = 10 and two axes, each axis has 6 channels, and the last 2 of the 12
-            channels are left out. `"zero"` rounds d_model / n down to an even number of channels
-            for each axis, and puts zeros into the last channels, as in tensor2tensor.
+        odd: How d_model channels are split over n axes. In the examples, d_model = 10 and n = 2.
+
+            - `"truncate"` gives each axis d_model / n channels, so d_model must be a multiple of n.
+              For example, each axis gets 5 channels.
+            - `"round_up"` rounds d_model / n up to an even number of channels for each axis, and
+              leaves out the last channels, as in the package positional-encodings. For example,
+              each axis gets 6 channels, and the last 2 of the 12 channels are left out.
+            - `"zero"` rounds d_model / n down to an even number of channels for each axis, and puts
+              zeros into the last channels, as in tensor2tensor. For example, each axis gets 4
+              channels, and the last 2 of the 10 channels are zeros.
 
     Raises:
         TypeError: `shape` or `axes` is not a tuple of ints, or `axis_positions` does not hold

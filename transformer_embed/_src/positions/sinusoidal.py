@@ -50,8 +50,9 @@ def sinusoidal_encoding(
         layout: The order of the channels. `"interleaved"` puts the sine and the cosine of each
             frequency side by side. `"sin_cos"` puts all sines first, then all cosines. `"cos_sin"`
             puts all cosines first, then all sines.
-        shift: A number s that changes frequency i to base ** (-i / (d_model // 2 - s)). Pass 1 for
-            tensor2tensor. If None, frequency i is base ** (-2i / d_model).
+        shift: A change of the frequencies. If None, frequency i is base ** (-2i / d_model). If you
+            pass a number s, frequency i is base ** (-i / (d_model // 2 - s)). Pass 1 for
+            tensor2tensor.
         odd: What to do if d_model is odd.
 
             - `"truncate"` keeps the odd d_model in the formula above, and leaves out the last
@@ -69,10 +70,10 @@ def sinusoidal_encoding(
         TypeError: `positions` are neither integers nor float32. `d_model` is not a Python int, or
             `dtype` is not a floating dtype.
         ValueError: `layout` or `odd` is not one of the strings above. `base` or `frequency_scale`
-            is not above 0, or makes an angle grow by 2**32 full turns or more from one position to
-            the next. `shift` is d_model // 2 or more. A list or a numpy array has an integer
-            position outside int32, or an integer in float64 that float32 cannot represent. (But an
-            array of uint32 may hold any number.)
+            is not above 0. A frequency is 2**32 full turns per position or more, because
+            `frequency_scale` is huge or `base` is tiny. `shift` is d_model // 2 or more. A list or
+            a numpy array has an integer position outside int32, or an integer in float64 that
+            float32 cannot represent. (But an array of uint32 may hold any number.)
 
     Example:
         >>> import transformer_embed as te
@@ -88,8 +89,9 @@ def sinusoidal_encoding(
         - Positions in float64 are rounded to float32, which can change integers above 2**24. If
           rounding would change an integer in a list or a numpy array, you get a ValueError. If it
           would change an integer in a jax array, the encoding of this position is NaN.
-        - The encoding is also NaN for a float position that is NaN, infinite, or at least 2**31 in
-          magnitude, and for an integer position outside int32 in a 64-bit jax array.
+        - The encoding of a float position is NaN if the position is NaN, infinite, or at least
+          2**31 in magnitude.
+        - The encoding of an integer position outside int32 is NaN in a 64-bit jax array.
 
     Source:
         The encoding is from Vaswani et al., "Attention Is All You Need" (2017), section 3.5,

@@ -1,6 +1,6 @@
 """Writes tokens into a cache: positions, keys and values go into the same slots.
 
-A slot is the place of one token in a batch row of the cache. In shapes, b counts batch rows and t
+A slot has room for one token in a batch row of the cache. In shapes, b counts batch rows and t
 counts new tokens.
 """
 
@@ -28,7 +28,7 @@ VALUES_IF_ABSENT = {"ends": 2**31 - 1, "block_ids": -1}
 def write_cache(cache: Any, new: Any, slot: ArrayLike) -> tuple[Any, Bool[Array, "*b t"]]:
     """Writes new tokens into a cache, and says which of them were written.
 
-    A cache keeps the keys and values of earlier tokens. A slot is the place of one token in a batch
+    A cache keeps the keys and values of earlier tokens. A slot has room for one token in a batch
     row of the cache. The cache is a pytree of arrays [batch, slots, ...]. It has a `TokenPositions`
     that says which token is in each slot, and the keys and values of any number of layers. One call
     writes all arrays, so the positions in a slot always belong to the key and value in the slot.
@@ -41,9 +41,9 @@ def write_cache(cache: Any, new: Any, slot: ArrayLike) -> tuple[Any, Bool[Array,
         new: The pytree of the new tokens, with arrays [batch, length, ...]. If an array has a
             single batch row, it is written into every batch row of the cache. Token positions
             without a batch axis are also used for every batch row. If only the cache has
-            `block_ids`, the new tokens are in no block. If the cache has tokens of a tree
-            (`TokenPositions.from_parents`) and the new tokens are an ordinary sequence, the new
-            tokens are written as a sequence, in the order of their positions.
+            `block_ids`, the new tokens are in no block. You can also write an ordinary sequence
+            into a cache that has tokens of a tree (`TokenPositions.from_parents`). Under a causal
+            mask, each of the new tokens is then seen by all tokens at later positions.
         slot: Integers that say into which slots the new tokens are written. You can pass the first
             slot of each batch row, or the slot of each token.
 
@@ -73,9 +73,9 @@ def write_cache(cache: Any, new: Any, slot: ArrayLike) -> tuple[Any, Bool[Array,
         ValueError: The pytrees differ in structure, or their arrays differ in dtype or do not fit
             in shape. `slot` has a shape that is not listed above, or has a slot that is outside the
             cache and is not -1. (Slots in a jax array are not checked.) There are more new tokens
-            than slots, which is allowed only if `slot` gives the slot of each token. `slot` has
-            shape [n], there are n batch rows, and the n new tokens have no batch axis: then the
-            slots could be for batch rows or for tokens.
+            than slots, and `slot` does not give the slot of each token. The meaning of `slot` is
+            ambiguous: `slot` has shape [n], there are n batch rows and n new tokens, and the new
+            tokens have no batch axis. (Pass shape [1, n] for the slot of each token.)
 
     Example:
         >>> import jax.numpy as jnp
@@ -205,7 +205,7 @@ def _write_array(
 ) -> Shaped[Array, "b n ..."]:
     """Writes new tokens into one array of a cache of n slots.
 
-    A slot is the place of one token in a batch row of the cache.
+    A slot has room for one token in a batch row of the cache.
 
     Args:
         cache_array: The array of the cache.
@@ -298,8 +298,8 @@ class _TargetSlots(NamedTuple):
 def _find_target_slots(slot: Int32[Array, "..."], sizes: _Sizes) -> _TargetSlots:
     """Computes the slot of each token, and whether it is written.
 
-    A slot is the place of one token in a batch row of the cache. For example, 3 tokens with the
-    first slot 2, in a cache of 4 slots, get the slots 2 3 4, and the last one is not written.
+    A slot has room for one token in a batch row of the cache. For example, 3 tokens with the first
+    slot 2, in a cache of 4 slots, get the slots 2 3 4, and the last one is not written.
 
     Args:
         slot: The slot of the first token, [] or [batch], or the slot of each token, [1 or batch,

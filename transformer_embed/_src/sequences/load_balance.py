@@ -19,16 +19,15 @@ def load_balanced_order(
         length: The number of tokens of a row. With `kind="zigzag"`, a multiple of `2 * devices`.
             With `kind="cyclic"`, a multiple of `devices * stripe`.
         devices: The number of devices that share a row, at least 1.
-        kind: How the stripes of the row are given to the devices. (A stripe is some tokens that are
+        kind: How the stripes of a row are given to the devices. (A stripe is some tokens that are
             next to each other.) `"zigzag"` cuts the row into two stripes per device. Device i gets
-            stripe i from the start and stripe i from the end. For example, of the stripes 0, 1, 2,
-            3, the first device gets 0 and 3, and the second one gets 1 and 2. Use `"zigzag"` if
-            each row is one sequence. `"cyclic"` gives the stripes to the devices in turn: the first
-            device gets 0 and 2, and the second one gets 1 and 3. Use `"cyclic"` for packed rows or
-            windows.
-        stripe: The number of tokens in a stripe, a run of neighbouring tokens, with
-            `kind="cyclic"`. With `kind="zigzag"`, this argument has no effect, because the row is
-            always cut into two stripes per device.
+            the i-th stripe from the start and the i-th stripe from the end. For example, of the
+            stripes 0, 1, 2, 3, the first device gets 0 and 3, and the second one gets 1 and 2. Use
+            `"zigzag"` if each row is one sequence. `"cyclic"` gives the stripes to the devices in
+            turn: the first device gets 0 and 2, and the second one gets 1 and 3. Use `"cyclic"` for
+            packed rows or windows.
+        stripe: The number of neighbouring tokens in a stripe. Only `kind="cyclic"` uses this
+            number, because `kind="zigzag"` always cuts the row into two stripes per device.
 
     Returns:
         int32 [length]. The token at index `order[i]` moves to index i. Pass the array to
@@ -37,8 +36,9 @@ def load_balanced_order(
 
     Raises:
         TypeError: `length`, `devices` or `stripe` is not a Python int.
-        ValueError: `length`, `devices` or `stripe` is below 1, or `length` is not a multiple of the
-            number above. `kind` is neither `"zigzag"` nor `"cyclic"`.
+        ValueError: `length`, `devices` or `stripe` is below 1, or `length` is not a multiple of
+            `2 * devices` (zigzag) or of `devices * stripe` (cyclic). `kind` is neither `"zigzag"`
+            nor `"cyclic"`.
 
     Example:
         >>> import transformer_embed as te

@@ -49,11 +49,11 @@ class TokenPositions:
     your own. The class is a pytree, so it passes through `jit`, `vmap` and `scan`, and `jax.export`
     can save it.
 
-    The object has the shape of the arrays that you pass. If you pass arrays of shape [length], the
-    masks that you make from the object have no batch axis. Where a batch is needed, an object of
-    shape [length] is used for every batch row. The object holds only arrays, so you may slice,
-    stack or reshape a batch by `jax.tree.map`, pad a batch with zeros, and carry a cache through a
-    `scan`.
+    A `TokenPositions` has the shape of the arrays that you pass. If you pass arrays of shape
+    [length], the masks that you make from the tokens have no batch axis. Where a batch is needed,
+    tokens of shape [length] are used for every batch row. The class holds only arrays. So you may
+    slice, stack or reshape a batch by `jax.tree.map`, or pad a batch with zeros. You may also carry
+    the tokens of a cache through a `scan`.
 
     Args:
         positions: The position of each token in the sequence. Integers of shape [length] or [batch,
@@ -66,17 +66,17 @@ class TokenPositions:
             the patches of an image, even if a causal mask, a window or a chunk would hide some of
             them. A token with a negative number is in no block. If None, there are no blocks. See
             `with_block_ids`.
-        places: Numbers that a causal mask and a window compare in place of the positions. Integers
-            of shape [length] or [batch, length]. You seldom set places yourself: the methods `take`
-            and `from_parents` make them. For example, if two answers follow one prompt, tokens of
-            both answers have the same positions but different places. If None, masks compare
-            positions.
-        ends: Numbers that limit which later tokens see a token. Integers of shape [length] or
-            [batch, length]. For example, under a causal mask, a token with place 3 and end 5 is
-            seen only by the tokens with the places 3 and 4. (A token's place is its number in
-            `places`.) You seldom set ends yourself: the method `from_parents` makes them. If two
-            answers follow one prompt, the ends hide each answer from the other one. If None, all
-            later tokens see the token.
+        places: A number for each token, by which a causal mask and a window compare tokens.
+            Integers of shape [length] or [batch, length]. With the places 0, 2 and 1, for example,
+            the token in the middle is the last one for a causal mask, and sees the two others. You
+            seldom set places yourself: the methods `take` and `from_parents` make them. If None,
+            masks compare positions.
+        ends: For each token, one past the last place from which the token is seen. (The place of a
+            token is its number in the argument `places`.) Integers of shape [length] or [batch,
+            length]. For example, under a causal mask, a token with place 3 and end 5 is seen only
+            from the places 3 and 4. You seldom set ends yourself: the method `from_parents` makes
+            them. If two answers follow one prompt, the ends hide each answer from the other one. If
+            None, a causal mask lets all later tokens see the token.
 
     Raises:
         TypeError: An array does not hold integers, or an array is a jax array of uint32 or uint64.
@@ -200,8 +200,9 @@ class TokenPositions:
                 shape [n], where n is the new number of tokens: you may leave out tokens.
 
         Returns:
-            TokenPositions of shape [n] or [batch, n], with `places`. Sequences may get new segment
-            ids, and two different sequences of a batch row never share a segment id.
+            TokenPositions of shape [n] or [batch, n]. The field `places` says where each token was
+            in the old order, and masks compare these places. Sequences may get new segment ids, and
+            two different sequences of a batch row never share a segment id.
 
         Raises:
             TypeError: `order` does not hold integers.
@@ -216,10 +217,9 @@ class TokenPositions:
 
         Edge cases:
             - `AttentionMask.tile_kinds` says which tiles of a mask are empty or full, so that a
-              kernel can save work. The method `take` keeps this saving if the tokens of each tile
-              were neighbours in the old row: `tile_kinds` then finds as many empty and full tiles
-              as for the old row. But if a row is packed and the mask has a `chunk`, `tile_kinds`
-              finds fewer.
+              kernel can save work. If the tokens of each tile were neighbours before `take`
+              reordered the row, `tile_kinds` finds as many empty and full tiles as before. But if a
+              row is packed and the mask has a `chunk`, `tile_kinds` finds fewer.
             - If `order` is a jax array, its values are not checked. An index outside the row gives
               padding if the tokens have segment ids, and otherwise a token with position 0.
         """
@@ -543,9 +543,10 @@ class TokenPositions:
 
         Edge cases:
             Segment ids in a jax array are not checked. If a sequence returns after another one, as
-            in [1, 2, 1], the positions of the sequence continue: 0, 0, 1. So a causal mask still
-            hides all later tokens. A negative number becomes padding. To find negative numbers, and
-            sequences that return, call `te.check_batch(..., order="packed")` in your data pipeline.
+            in [1, 2, 1], its positions continue. In this example, the positions are 0, 0 and 1, so
+            a causal mask hides the third token from the first one. A negative number becomes
+            padding. To find negative numbers, and sequences that return, call
+            `te.check_batch(..., order="packed")` in your data pipeline.
 
         Source:
             Packing is described by Raffel et al., "T5" (2020), section 3.5.2,
