@@ -181,7 +181,11 @@ def read_page():
 def page(reasons):
     """notebooks/rows_optimizers.md, from the reason for each optimizer."""
     names = {kind: [f"`{n}`" for n, r in reasons.items() if r == kind] for kind in (None, "")}
-    can, unknown = (", ".join(each) for each in names.values())
+    # The page lists the functions that can be used in three groups, because one list would be long.
+    of_contrib = [name for name in names[None] if name.startswith("`contrib.")]
+    scalings = [name for name in names[None] if name.startswith("`scale")]
+    others = [name for name in names[None] if name not in (*of_contrib, *scalings)]
+    unknown = ", ".join(names[""])
     rows = "\n".join(f"| `{name}` | {reason} |" for name, reason in reasons.items() if reason)
     return f"""# Optimizers for row-wise training
 
@@ -193,12 +197,16 @@ Even if `te.rows.apply_gradients` accepts your optimizer, a row-wise step does n
 
 **Your own transformations.** `te.rows.apply_gradients` checks that an optimizer keeps table rows apart. It does not check what an optimizer does with numbers that all rows share, such as a step count. So two kinds of transformations raise no error, although they are wrong for tables. Do not use them:
 
-- Some transformations sum gradients, and apply the sum only in some steps, for example in every fourth step. If a row has no gradient in the step that applies the sum, its sum is not applied. An example is `apply_every` of optax. `te.rows.apply_gradients` knows it, and raises an error. (A learning rate that is 0 in some steps is allowed.)
+- Some transformations sum gradients, and apply the sum only in some steps, for example in every fourth step. A row-wise step updates only the rows of its batch. So if a row is not in the batch of the step that applies the sum, the sum of this row is not applied. An example is `apply_every` of optax. `te.rows.apply_gradients` knows it, and raises an error. (A learning rate that is 0 in some steps is allowed.)
 - Some transformations compute with the number of rows of the table: they divide by this number, or choose a method by it. In a row-wise step, a transformation gets blocks of at most 1024 rows instead of the whole table, so the number is wrong.
 
 ## You can use these
 
-`te.rows.apply_gradients` takes each optimizer that you build from these functions of optax (names that begin with `contrib` are in `optax.contrib`): {can}.
+`te.rows.apply_gradients` takes each optimizer that you build from these functions of optax:
+
+- Functions whose names begin with `scale`: {", ".join(scalings)}.
+- Functions of `optax.contrib`: {", ".join(of_contrib)}.
+- Other functions: {", ".join(others)}.
 
 ## You cannot use these
 
