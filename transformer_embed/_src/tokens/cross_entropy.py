@@ -186,6 +186,8 @@ def linear_cross_entropy(
           are added.
         - If the bias bans every id, the loss is infinite and the gradients are finite.
         - A weight of 0 removes the loss of a label completely, even a loss that is infinite or NaN.
+        - If the weights of all counted labels are 0, the mean is 0. In this case, the derivative of
+          the mean with respect to a weight is the loss of the label.
         - If some weights are negative, use `reduction="sum"`, because `"mean"` divides by the sum
           of the weights, which may be 0 or negative.
         - `label_smoothing` and `z_loss` may be arrays, such as [0.1, 2.0] for two labels. An entry
