@@ -77,7 +77,7 @@ REFUSED = {
     "check([[1] * 5] * 2, TWO, vocab_size=10, order='left')": "ValueError: order: wanted one of ",
     "check([[1] * 5] * 2, TWO, vocab_size=10, max_len=4)": "ValueError: positions: ... inside the learned positions, 0..3, got 4 at index [1, 4]",
     "check([[1]], TokenPositions([[-1]]), vocab_size=10, max_len=4)": "ValueError: positions: ... 0..3, got -1 at index [0, 0]",
-    "check([[1]], vocab_size=10, max_len=4)": "ValueError: tokens: ... to check their positions, got None",
+    "check([[1]], vocab_size=10, max_len=4)": "ValueError: tokens: ... to check their order or their positions, got None",
     "check([[1] * 5] * 2, TWO, vocab_size=10, max_len=0)": "ValueError: max_len: ... 1, got 0",
 }
 

@@ -85,10 +85,8 @@ def check_batch(
     if max_len is not None:
         max_len = arguments.size("max_len", max_len)
     if tokens is None:
-        if order is not None:
-            raise arguments.value_error("tokens", "the tokens of ids, to check their order", None)
-        if max_len is not None:
-            want = "the tokens of ids, to check their positions"
+        if order is not None or max_len is not None:
+            want = "the tokens of ids, to check their order or their positions"
             raise arguments.value_error("tokens", want, None)
         return
     check_token_positions("tokens", tokens)
