@@ -5,16 +5,21 @@ import functools
 import importlib
 import sys
 
+import haiku as hk
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from pages import FOLDER
 
+import transformer_embed as te
+
 pytest.importorskip("sklearn")
 
 GALLERY = FOLDER / "gallery"
-PROGRAMS = sorted(path.stem for path in GALLERY.glob("*.py") if path.stem != "layers")
+# What other programs import.
+SHARED = ("layers", "own_text")
+PROGRAMS = sorted(path.stem for path in GALLERY.glob("*.py") if path.stem not in SHARED)
 MOST_LINES = 120
 
 pytestmark = pytest.mark.documentation
@@ -77,3 +82,54 @@ def test_both_programs_compute_the_same_loss_from_the_same_parameters(name, monk
     near = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-5)
     jax.tree.map(near, got, wanted)
     assert max(float(jnp.abs(grad).max()) for grad in jax.tree.leaves(wanted[1])) > 1e-3
+
+
+@pytest.fixture(scope="module")
+def own_bert():
+    """The program, the vocabulary of its text, and parameters."""
+    program, own_text = importlib.import_module("own_bert"), importlib.import_module("own_text")
+    vocabulary, _, _ = own_text.read_data()
+    _, params, _ = program.setup(20)
+    return program, own_text, vocabulary, params
+
+
+def test_bert_gives_a_packed_document_the_vectors_that_it_has_alone(own_bert):
+    program, own_text, vocabulary, params = own_bert
+    texts = ["Return a copy of the list.", "Raise an error, if x is negative."]
+    packed_ids, segment_ids = own_text.pack(own_text.encode(vocabulary, texts))
+    assert len(packed_ids) == 1
+    logits_of = jax.jit(program.model.apply[1])
+    packed = logits_of(params, packed_ids, segment_ids)
+    for n, text in enumerate(texts, 1):
+        ids, ones = own_text.pack(own_text.encode(vocabulary, [text]))
+        alone = logits_of(params, ids, ones)
+        got, want = packed[segment_ids == n], alone[ones == 1]
+        np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
+
+
+def test_bert_computes_the_loss_of_the_chosen_tokens(own_bert):
+    program, own_text, _, params = own_bert
+    batch = program.next_batch(np.random.default_rng(0))
+    shown, segment_ids, labels, is_chosen = own_text.hide(jax.random.key(1), *batch)
+    got = program.loss_fn(params, jax.random.key(1), batch)
+    logits = program.model.apply[1](params, shown, segment_ids)
+    log_probs = jax.nn.log_softmax(logits)[is_chosen, labels[is_chosen]]
+    np.testing.assert_allclose(got, -log_probs.mean(), rtol=1e-5)
+    assert 0.1 < is_chosen.sum() / (batch[0] != 0).sum() < 0.2
+
+
+def test_bert_is_saved_and_fills_in_words(own_bert, tmp_path):
+    program, _, vocabulary, params = own_bert
+    te.pretrained.save_embedder(tmp_path / "own_bert.safetensors", program.config, params)
+    loaded = te.pretrained.load_embedder(tmp_path / "own_bert.safetensors").params
+    text = "Return the [MASK] of the [MASK]."
+    words = program.fill_in(loaded, vocabulary, text)
+    assert words == program.fill_in(params, vocabulary, text)
+    assert [len(each) for each in words] == [4, 4]
+
+
+def test_bert_decays_matrices_of_layers_only(own_bert):
+    program, _, _, params = own_bert
+    decays = program.decays(params)
+    for module, name, is_decayed in hk.data_structures.traverse(decays):
+        assert is_decayed == (name == "w"), (module, name)

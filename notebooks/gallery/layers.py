@@ -65,10 +65,10 @@ def source_lines():
     return ids[order[2048:]], ids[order[:2048]]
 
 
-def training(init, loss_fn, next_batch, steps, seed=0, learning_rate=1e-3):
-    """Returns a training step by Adam, and the parameters and optimizer state to start from."""
+def training(init, loss_fn, next_batch, steps, seed=0, learning_rate=1e-3, make_optimizer=optax.adam):
+    """Returns a training step, and the parameters and optimizer state to start from."""
     schedule = optax.warmup_cosine_decay_schedule(0, learning_rate, steps // 10, steps)
-    optimizer = optax.adam(schedule)
+    optimizer = make_optimizer(schedule)
 
     @jax.jit
     def step(params, state, rng, batch):
