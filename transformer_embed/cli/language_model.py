@@ -154,12 +154,17 @@ def _train_params(
     optimizer = _optimizer(steps)
     step = _make_step(compiled_loss, optimizer)
     mesh = over_devices.mesh
+    # Parameters and the state of the optimizer are whole on each device.
+    whole = NamedSharding(mesh, PartitionSpec())
     batch_size = BATCH_SIZE * mesh.size
     rng = np.random.default_rng(seed)
     with _bar(steps, f"{positions}, compiling", " tokens", batch_size * CONTEXT) as bar:
-        params = model(positions).init(jax.random.key(seed), jnp.zeros([1, CONTEXT], jnp.uint8))
-        params = jax.device_put(params, NamedSharding(mesh, PartitionSpec()))
-        state = optimizer.init(params)
+        # Without jit, each operation would be compiled by itself.
+        init = jax.jit(model(positions).init, out_shardings=whole)
+        params = init(jax.random.key(seed), jnp.zeros([1, CONTEXT], jnp.uint8))
+        # The step returns its state on the mesh. If the first state were elsewhere, the step would
+        # be compiled again for the second one.
+        state = jax.jit(optimizer.init, out_shardings=whole)(params)
         for done in range(steps):
             starts = rng.integers(0, len(windows), batch_size)
             batch = jax.device_put(windows[starts], over_devices)
