@@ -7,6 +7,7 @@ value at `array + 1e-30j * direction`: exact, with nothing to cancel.
 import jax
 import jax.numpy as jnp
 import numpy as np
+import platforms
 from draws import call as call_in_mode
 from meshes import AUTO, EXPLICIT, mesh_of, put
 
@@ -336,8 +337,8 @@ def call(mode, loss, batches, order=1):
 
 def _call(mode, with_gradients, batches):
     if mode == "gpu":
-        return _as_on_a_gpu(with_gradients, batches)
-
+        with platforms.as_on("cuda"):
+            return call_in_mode("jit", with_gradients, batches)
     if mode in SPLITS:
         return _split(SPLITS[mode], with_gradients, batches)
     if mode == "debug_nans":
@@ -346,22 +347,6 @@ def _call(mode, with_gradients, batches):
         with jax.debug_nans(True), jax.disable_jit():
             return call_in_mode("eager", with_gradients, batches)
     return call_in_mode(mode, with_gradients, batches)
-
-
-def _as_on_a_gpu(f, batches):
-    """The arithmetic of a GPU, on a CPU."""
-    original = jax.lax.platform_dependent
-
-    def choose(*arrays, cuda=None, default, **_):
-        return (cuda or default)(*arrays)
-
-    jax.clear_caches()
-    jax.lax.platform_dependent = choose
-    try:
-        return call_in_mode("jit", f, batches)
-    finally:
-        jax.lax.platform_dependent = original
-        jax.clear_caches()
 
 
 # How explicit axes split x and the table; labels are split as x, or whole.

@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
+import platforms
 import pytest
 import steps
 from calls import CALLS, GOOD, IDS, POSITIONS, X, of_arrays, with_gradient
@@ -29,8 +30,12 @@ MODES = {
 
 @contextlib.contextmanager
 def strict(*without):
-    """Each mode only raises errors of its own, which name what it forbids: none hides another's."""
+    """Each mode only raises errors of its own, which name what it forbids: none hides another's.
+
+    jax guards transfers only in an operation's first call, so other tests' calls must not count.
+    """
     with contextlib.ExitStack() as modes:
+        modes.enter_context(platforms.apart("strict"))
         for mode in MODES.keys() - {*without}:
             modes.enter_context(MODES[mode]())
         yield
@@ -57,12 +62,6 @@ FUNCTIONS = CALLS | {
     ),
     "write_cache": of_arrays(te.write_cache, cache=X[0], new=X[0, :, :1], slot=IDS[0]),
 }
-
-
-@pytest.fixture(scope="module", autouse=True)
-def nothing_compiled():
-    """jax guards transfers only in an operation's first call: forget those of other tests."""
-    jax.clear_caches()
 
 
 DTYPES = [None, np.float32, np.float64]

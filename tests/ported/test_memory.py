@@ -111,7 +111,7 @@ def trained(segment, params):
 
 @pytest.mark.slow
 def test_a_model_with_memory_keeps_its_parameters_values_and_gradients():
-    init = lambda segment: hk.transform(segment).init(
+    init = lambda segment: jax.jit(hk.transform(segment).init)(
         KEY, IDS[:, : LENGTH + 1], jnp.zeros([2, MEMORY, WIDTH])
     )
     params = init(old_segment)

@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 import meshes
 import numpy as np
+import platforms
 import pytest
 from compare import equal, near
 from drawn import normal
@@ -169,22 +170,21 @@ def test_rows_and_gradients_survive_export_with_any_number_of_ids():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("of_table", [(), (None, "y")])
-def test_gradient_on_an_explicit_mesh_of_gpus_equals_one_device(monkeypatch, of_table):
+def test_gradient_on_an_explicit_mesh_of_gpus_equals_one_device(of_table):
     """The gradient that GPUs compute, here on CPU devices."""
     mesh, ids = mesh_of(EXPLICIT), np.array([[0, 7, 3, 3], [9, -1, 5, 2]], np.int32)
     cotangent = normal(4, *ids.shape, 4)
-    on_gpus = lambda *arrays, cuda, rocm, default: cuda(*arrays)
-    monkeypatch.setattr(jax.lax, "platform_dependent", on_gpus)
 
     @jax.jit
     def gradient(table, index, cotangent):
         read = functools.partial(lookup_gradient.read_or_zero.__wrapped__, index=index)
         return jax.linear_transpose(read, table)(cotangent)[0]
 
-    with jax.set_mesh(mesh):
+    with jax.set_mesh(mesh), platforms.as_on("cuda") as taken:
         table = put(mesh, normal(3, 8, 4), *of_table)
         of_rows = put(mesh, cotangent, "x", *(of_table or (None, None)))
         found = gradient(table, put(mesh, ids.astype(np.uint32), "x"), of_rows)
+    assert taken
     assert_gradient(found, ids, cotangent)
 
 

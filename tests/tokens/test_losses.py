@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import jax.test_util
 import loss_draws
 import numpy as np
+import platforms
 import pytest
 from cases import few
 from compare import equal, near
@@ -397,16 +398,8 @@ def test_candidates_outside_the_vocabulary_are_nan_and_leave_entropies():
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("platform", "axes"), [("cpu", None), ("cuda", "model")])
-def test_if_all_ids_are_banned_losses_are_infinite_and_gradients_finite(
-    monkeypatch, platform, axes
-):
+def test_if_all_ids_are_banned_losses_are_infinite_and_gradients_finite(platform, axes):
     """Also the arithmetic of a GPU, which finds the largest logit in another way."""
-
-    def choose(*arrays, cuda=None, default, **others):
-        chosen = {"cuda": cuda or default, "cpu": others.get("cpu", default)}
-        return chosen[platform](*arrays)
-
-    monkeypatch.setattr(jax.lax, "platform_dependent", choose)
     bias = np.full(64, -np.inf, np.float32)
 
     def values(x, table, bias):
@@ -422,12 +415,10 @@ def test_if_all_ids_are_banned_losses_are_infinite_and_gradients_finite(
         )
         return jax.grad(total, (0, 1, 2))(*arrays), loss_gradient(*arrays)
 
-    jax.clear_caches()
-    with jax.set_mesh(MESH):
+    with jax.set_mesh(MESH), platforms.as_on(platform):
         arrays = put(MESH, MESH_X), put(MESH, MESH_TABLE, axes), put(MESH, bias)
         losses, (log_probs, entropies) = jax.jit(values)(*arrays)
         found = jax.jit(gradients)(*arrays)
-    jax.clear_caches()
     equal(
         (losses, log_probs, entropies),
         (np.full((8, 8), np.inf), np.full((8, 8), -np.inf), np.zeros((8, 8))),
@@ -700,24 +691,15 @@ def test_logits_of_16_bits_are_summed_in_float32():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])
-def test_the_arithmetic_of_accelerators_is_right_too(monkeypatch, platform):
-    chosen = []
-
-    def choose(*arguments, cpu=None, cuda=None, default):
-        chosen.append(cuda if cuda and platform == "cuda" else default)
-        return chosen[-1](*arguments)
-
-    # Static arguments that no other test has: nothing is traced already.
-    options = {"pad_id": 1, "softcap": {"cuda": 2.75, "tpu": 2.5}[platform]}
+def test_the_arithmetic_of_accelerators_is_right_too(platform):
+    options = {"pad_id": 1, "softcap": 2.5}
     slope = lambda x: jnp.vdot(step(x, *ARRAYS[1:], **options)[1], X)
     second = lambda: jax.jit(jax.grad(slope))(X)
     with jax.enable_x64():
         exact = jax.tree.map(np.asarray, (step(*ARRAYS, **options), second()))
-    jax.clear_caches()
-    monkeypatch.setattr(jax.lax, "platform_dependent", choose)
-    near((step(*ARRAYS, **options), second()), exact, rtol=ERROR, atol=ERROR)
-    jax.clear_caches()
-    assert len(chosen) >= 2
+    with platforms.as_on(platform) as taken:
+        near((step(*ARRAYS, **options), second()), exact, rtol=ERROR, atol=ERROR)
+    assert len(taken) >= 2
 
 
 def test_a_gpu_finds_the_largest_logit_and_the_sum_of_exponentials_in_one_pass():
