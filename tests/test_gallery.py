@@ -122,10 +122,28 @@ def test_bert_is_saved_and_fills_in_words(own_bert, tmp_path):
     program, _, vocabulary, params = own_bert
     te.pretrained.save_embedder(tmp_path / "own_bert.safetensors", program.config, params)
     loaded = te.pretrained.load_embedder(tmp_path / "own_bert.safetensors").params
-    text = "Return the [MASK] of the [MASK]."
+    # Longer than a batch row.
+    text = "Return the [MASK] of the list. " * 30 + "[MASK]"
     words = program.fill_in(loaded, vocabulary, text)
     assert words == program.fill_in(params, vocabulary, text)
-    assert [len(each) for each in words] == [4, 4]
+    assert [len(each) for each in words] == [4] * 31
+
+
+def test_a_text_is_split_into_words_and_runs_of_one_symbol(own_bert):
+    _, own_text, _, _ = own_bert
+    text = "Title\n=====\nf(x) -> [MASK]..."
+    assert own_text.split_words(text) == [*["Title", "====="], *"f(x)", *"->", "[MASK]", "..."]
+
+
+def test_a_folder_without_texts_is_refused(own_bert, tmp_path):
+    _, own_text, _, _ = own_bert
+    (tmp_path / "folder.md").mkdir()
+    (tmp_path / "page.html").write_text("text")
+    with pytest.raises(SystemExit, match=r"found no files that end with \.txt, \.md or \.rst"):
+        own_text.read_data(tmp_path)
+    (tmp_path / "short.TXT").write_text("a short text")
+    with pytest.raises(SystemExit, match="more than 128 words"):
+        own_text.read_data(tmp_path)
 
 
 def test_bert_decays_matrices_of_layers_only(own_bert):
@@ -133,3 +151,6 @@ def test_bert_decays_matrices_of_layers_only(own_bert):
     decays = program.decays(params)
     for module, name, is_decayed in hk.data_structures.traverse(decays):
         assert is_decayed == (name == "w"), (module, name)
+    assert not program.decays({"embed": {"output_embeddings": np.ones([3, 2])}})["embed"][
+        "output_embeddings"
+    ]

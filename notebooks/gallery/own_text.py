@@ -11,6 +11,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import transformer_embed as te
+
 LENGTH, VOCAB = 128, 8192
 PAD, UNKNOWN, MASK = 0, 1, 2
 
@@ -18,10 +20,11 @@ PAD, UNKNOWN, MASK = 0, 1, 2
 def read_documents(folder=None):
     """Returns the text files of a folder, or else the docstrings of Python's standard library."""
     if folder is not None:
-        paths = sorted(pathlib.Path(folder).rglob("*"))
-        return [
-            path.read_text(encoding="utf-8") for path in paths if path.suffix in (".txt", ".md", ".rst")
-        ]
+        files = [path for path in sorted(pathlib.Path(folder).rglob("*")) if path.is_file()]
+        files = [path for path in files if path.suffix.lower() in (".txt", ".md", ".rst")]
+        if not files:
+            raise SystemExit(f"{folder}: found no files that end with .txt, .md or .rst")
+        return [path.read_text(encoding="utf-8", errors="replace") for path in files]
     modules = sorted(pathlib.Path(os.__file__).parent.glob("*.py"))
     nodes = [node for path in modules for node in ast.walk(ast.parse(path.read_bytes()))]
     documented = ast.Module | ast.ClassDef | ast.FunctionDef
@@ -29,7 +32,8 @@ def read_documents(folder=None):
 
 
 def split_words(text):
-    return re.findall(r"\[MASK\]|\w+|[^\w\s]", text)
+    """Splits a text into words and symbols. A line of one symbol, such as =====, is one word."""
+    return [match[0] for match in re.finditer(r"\[MASK\]|\w+|([^\w\s])\1*", text)]
 
 
 def make_vocabulary(documents):
@@ -74,10 +78,24 @@ def read_data(folder=None):
     texts = read_documents(folder)
     vocabulary = make_vocabulary(texts)
     documents = cut(encode(vocabulary, texts))
+    if len(documents) < 2:
+        raise SystemExit(f"wanted a text of more than {LENGTH} words")
     order = np.random.default_rng(0).permutation(len(documents))
     shuffled = [documents[n] for n in order]
     held_out = 1 + len(documents) // 20
-    return vocabulary, pack(shuffled[held_out:]), pack(shuffled[:held_out])
+    training, others = pack(shuffled[held_out:]), pack(shuffled[:held_out])
+    for ids, segment_ids in (training, others):
+        tokens = te.TokenPositions.from_segment_ids(segment_ids)
+        # If you use te.Learned(max_len), pass max_len here, too.
+        te.check_batch(ids, tokens, vocab_size=VOCAB, pad_id=PAD, order="packed")
+    return vocabulary, training, others
+
+
+def sample(random, packed, count):
+    """Samples batch rows. Returns their ids and segment ids, [count, LENGTH]."""
+    ids, segment_ids = packed
+    rows = random.integers(0, len(ids), count)
+    return ids[rows], segment_ids[rows]
 
 
 def hide(rng, ids, segment_ids):
