@@ -304,7 +304,7 @@ REFUSED = {
     "evaluate(IDS, positions=3)": "ValueError: positions: ... its last axis, got shape []",
     "evaluate(IDS, positions=[0, 1, 2, 3, 2**31])": "ValueError: positions: ... -2147483648..2147483647, got 2147483648 at index [4]",
     "whole.apply(of_the_whole(), None, IDS, is_training=False, token_types=1)": "ValueError: token_types: ... its last axis, got shape []",
-    "evaluate(IDS, token_types=jnp.asarray(TYPES))": "ValueError: token_types: ... None, got an array int32[2, 5]",
+    "evaluate(IDS, token_types=jnp.asarray(TYPES))": "ValueError: token_types: wanted None, because num_token_types is None, got an array int32[2, 5]",
     # jax would read what the mask hides.
     "started(jax.tree.map(lambda leaf: np.ma.masked_array(leaf, leaf > 0), of_the_whole()))":
         "TypeError: initial_params: ... without a mask, got a masked array",

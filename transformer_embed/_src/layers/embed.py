@@ -81,7 +81,9 @@ def as_token_types(config: EmbedderConfig, token_types: ArrayLike | None) -> Any
     are_given = token_types is not None
     are_needed = config.num_token_types is not None
     if are_given != are_needed:
-        want = "an array if num_token_types is set, otherwise None"
+        want = "None, because num_token_types is None"
+        if are_needed:
+            want = "an array, because num_token_types is set (zeros, if no token has another type)"
         raise arguments.value_error("token_types", want, arguments.describe(token_types))
     return arguments.as_int32("token_types", token_types) if are_given else None
 
