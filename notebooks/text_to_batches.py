@@ -29,6 +29,7 @@ from orbax.checkpoint import args
 import transformer_embed as te
 
 VOCAB_SIZE, WIDTH, HEADS, LAYERS, LENGTH, BATCH = 2048, 128, 4, 2, 256, 8
+STEPS_BETWEEN_CHECKPOINTS = 50
 PAD, END = 0, 1  # ids of special tokens, of which no text has one
 PROMPTS = ["def ", "import ", "class Test", "# "]
 CONFIG = te.EmbedderConfig(VOCAB_SIZE, WIDTH, scheme=None, pad_id=PAD, dropout_rate=0.1)
@@ -197,7 +198,7 @@ def train(state, batches, steps, checkpoints, put, say):
         if step == first:
             say(f"step {step + 1}: loss {float(loss):.3f}, log(vocabulary) {math.log(VOCAB_SIZE):.3f}")
             waited, began = 0.0, time.perf_counter()  # without the time to compile
-        if (step + 1) % 50 == 0:
+        if (step + 1) % STEPS_BETWEEN_CHECKPOINTS == 0:
             saved = {"state": args.StandardSave(state), "data": CheckpointSave(batches)}
             checkpoints.save(step + 1, args=args.Composite(**saved))
             taken = time.perf_counter() - began

@@ -12,6 +12,13 @@ import time
 import pytest
 
 PROGRAM = pathlib.Path(__file__).parents[1] / "notebooks" / "text_to_batches.py"
+# With shorter rows, and checkpoints that come sooner.
+SMALLER = """
+import text_to_batches
+
+text_to_batches.LENGTH, text_to_batches.STEPS_BETWEEN_CHECKPOINTS = 64, 3
+text_to_batches.main()
+"""
 pytestmark = pytest.mark.gate
 
 
@@ -24,11 +31,11 @@ def text(tmp_path_factory):
 
 
 def start(out, text, steps, *process):
-    command = [sys.executable, PROGRAM, "--out", out, "--steps", str(steps), *text]
+    command = [sys.executable, "-c", SMALLER, "--out", out, "--steps", str(steps), *text]
     command += ["--process", *process] if process else []
     # Of the two devices that a process has, each takes a part of a batch.
     environment = os.environ | {"XLA_FLAGS": "--xla_force_host_platform_device_count=2"}
-    environment["PYTHONPATH"] = str(PROGRAM.parents[1])
+    environment["PYTHONPATH"] = os.pathsep.join(map(str, (PROGRAM.parents[1], PROGRAM.parent)))
     output = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     return subprocess.Popen(command, env=environment, text=True, **output)
 
@@ -40,15 +47,15 @@ def digest(program):
 
 
 def test_a_run_that_was_killed_goes_on_bit_for_bit(tmp_path, text):
-    whole, printed = digest(start(tmp_path / "whole", text, 52))
+    whole, printed = digest(start(tmp_path / "whole", text, 5))
     assert re.search(r"step 1: loss 7\.\d+, log\(vocabulary\) 7\.625", printed)
-    killed = start(tmp_path / "killed", text, 52)
-    while not (tmp_path / "killed" / "checkpoints" / "50").exists():
+    killed = start(tmp_path / "killed", text, 5)
+    while not (tmp_path / "killed" / "checkpoints" / "3").exists():
         assert killed.poll() is None
         time.sleep(0.05)
     killed.send_signal(signal.SIGKILL)
     killed.communicate()
-    assert digest(start(tmp_path / "killed", text, 52))[0] == whole
+    assert digest(start(tmp_path / "killed", text, 5))[0] == whole
 
 
 def test_two_processes_train_one_model(tmp_path, text):
