@@ -82,13 +82,13 @@ def value_and_grad(
         TypeError: The ids are not integers, or a table has a dtype that is not floating. `ids` has
             an entry for a table, and the loss reads this table by another operation than `lookup`.
         ValueError: A name in `ids` fits no parameter or several parameters, or two names fit the
-            same parameter. A named parameter is not a table [vocab_size, d]. A layer of the loss
-            pads or spreads the rows of a table, and `config` is not the config of this layer.
-            `max_rows` is below 1, or names a table that is not in `ids`. The shape of the ids is
-            symbolic. With a `capacity`, these are errors, too: `capacity` is not above 0, no table
-            in `ids` is split over explicit mesh axes, the columns of a table are split, the ids are
-            not split over the mesh axes of the table rows, or the call is inside a `jax.shard_map`
-            over some of the mesh axes.
+            same parameter. The parameter of a name is not a table [vocab_size, d]. A layer of the
+            loss pads or spreads the rows of a table, and `config` is not the config of this layer.
+            `max_rows` is below 1, or has an entry for a table that has no entry in `ids`. The shape
+            of the ids is symbolic. With a `capacity`, these are errors, too: `capacity` is not
+            above 0, no table in `ids` is split over explicit mesh axes, the columns of a table are
+            split, the ids are not split over the mesh axes of the table rows, or the call is inside
+            a `jax.shard_map` over some of the mesh axes.
 
     Example:
         >>> import jax.numpy as jnp

@@ -542,11 +542,11 @@ class TokenPositions:
             [[0, 1, 2, 0, 1, 0]]
 
         Edge cases:
-            Segment ids in a jax array are not checked. If a sequence returns after another one, as
-            in [1, 2, 1], its positions continue. In this example, the positions are 0, 0 and 1, so
-            a causal mask hides the third token from the first one. A negative number becomes
-            padding. To find negative numbers, and sequences that return, call
-            `te.check_batch(..., order="packed")` in your data pipeline.
+            Segment ids in a jax array are not checked. If a number appears again after another one,
+            as in [1, 2, 1], all tokens with this number are one sequence. In this example, the
+            positions are 0, 0 and 1, so a causal mask hides the third token from the first one. A
+            negative number becomes padding. To find negative numbers, and numbers that appear
+            again, call `te.check_batch(..., order="packed")` in your data pipeline.
 
         Source:
             Packing is described by Raffel et al., "T5" (2020), section 3.5.2,
