@@ -15,12 +15,13 @@ layout of the tokens by `order=`:
   padding on the left, between them or on the right.
 
 In the layouts `"full"`, `"right"` and `"packed"`, positions rise by one from token to token of a
-sequence. If you make tokens by `TokenPositions.from_lengths`, `from_segment_ids` or `from_offset`,
-they are in one of these layouts. The constructors `from_ids` and `from_mask` allow padding inside a
-sequence. If a sequence has padding inside, the tokens are in none of these layouts. Outside of
-`jax.jit`, the functions check the layout by `te.check_batch`, which also refuses negative segment
-ids. Inside `jax.jit`, the layout is not checked, and tokens that are not in the declared layout
-give wrong outputs. So call `te.check_batch` in your data pipeline.
+sequence. The constructors `from_lengths`, `from_segment_ids` and `from_offset` of `TokenPositions`
+make tokens in one of these layouts. The constructors `from_ids` and `from_mask` allow padding
+inside a sequence. If a sequence has padding inside, the tokens are in none of these layouts.
+
+Outside of `jax.jit`, the functions check the layout by `te.check_batch`, which also refuses
+negative segment ids. Inside `jax.jit`, the layout is not checked, and tokens that are not in the
+declared layout give wrong outputs. So call `te.check_batch` in your data pipeline.
 
 Tokens without a batch axis are used for every batch row, because the arguments of a kernel have a
 batch axis.

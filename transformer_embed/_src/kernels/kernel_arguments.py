@@ -20,9 +20,9 @@ def dot_product_attention_kwargs(
 ) -> dict[str, Any]:
     """Makes arguments of `jax.nn.dot_product_attention` that apply a mask without a bool array.
 
-    Use it for cuDNN's kernel on GPUs (`implementation="cudnn"`). The kernel takes the returned
-    arguments in place of a bool array [T, S]. cuDNN itself refuses a window that reaches to the
-    right. The mask may be one of these:
+    Use the function to call cuDNN's kernel on GPUs (`implementation="cudnn"`). Pass the returned
+    arguments to `jax.nn.dot_product_attention` in place of a bool mask [T, S]. cuDNN itself refuses
+    a window that reaches to the right. The mask may be one of these:
 
     - self-attention;
     - attention to the keys of another sequence, without a causal mask and a window;
@@ -33,14 +33,14 @@ def dot_product_attention_kwargs(
         order: The layout of the tokens. `"full"` means that each batch row is one sequence without
             padding. `"right"` means that each batch row has one sequence, then padding. Required if
             the mask has segment ids, is causal or has a window.
-        batch_size: The number of batch rows, B. Pass it if one row of the mask is used for every
-            batch row. If None, B is the number of rows of the mask.
+        batch_size: The number of batch rows, B. Pass it if the mask has a single row, which is then
+            used for every batch row. If None, B is the number of rows of the mask.
 
     Returns:
         A dictionary of keyword arguments for `jax.nn.dot_product_attention`. `is_causal` is always
         in the dictionary. Three more arguments are in the dictionary if the mask needs them:
         `local_window_size`, `query_seq_lengths` (int32 [B]) and `key_value_seq_lengths` (int32
-        [B]). With the two lengths, the outputs of queries at padding are 0.
+        [B]). If the two lengths are in the dictionary, the outputs of queries at padding are 0.
 
     Raises:
         TypeError: `mask` is not an AttentionMask, or `batch_size` is not a Python int.
@@ -142,8 +142,8 @@ def flash_attention_kwargs(
             of self-attention, in which the keys are the queries themselves.
         order: The layout of the tokens, `"full"`, `"right"` or `"packed"`. `te.kernels` explains
             the three words. Required if the mask is causal.
-        batch_size: The number of batch rows, B. Pass it if one row of the mask is used for every
-            batch row. If None, B is the number of rows of the mask.
+        batch_size: The number of batch rows, B. Pass it if the mask has a single row, which is then
+            used for every batch row. If None, B is the number of rows of the mask.
 
     Returns:
         A dictionary of the keyword arguments `causal` and `segment_ids`. `segment_ids` is Pallas'
@@ -178,9 +178,9 @@ def mha_kwargs(
         mask: The mask of self-attention. A mask with block ids or a window is refused.
         order: The layout of the tokens, `"full"`, `"right"` or `"packed"`. `te.kernels` explains
             the three words. Required if the mask is causal.
-        batch_size: The number of batch rows, B. `mha` takes segment ids of shape [B, T], so B must
-            be known. Pass `batch_size` if the mask has a single row. If None, the mask must have at
-            least 2 rows, and B is the number of rows of the mask.
+        batch_size: The number of batch rows, B. Pass it if the mask has a single row, which is then
+            used for every batch row. (`mha` takes segment ids of shape [B, T], so B must be known.)
+            If None, the mask must have at least 2 rows, and B is the number of rows of the mask.
 
     Returns:
         A dictionary of the keyword arguments `causal` and `segment_ids`. `segment_ids` is an int32

@@ -56,14 +56,14 @@ def splash_kernels(
         num_heads: The number of query heads.
         order: The layout of the tokens, `"full"`, `"right"` or `"packed"`. `te.kernels` explains
             the three words. Required if the mask is causal or has a window.
-        batch_size: The number of batch rows, B. Pass it if one row of the mask is used for every
-            batch row. If None, B is the number of rows of the mask.
-        q_offset: The number of keys before the key of the first query, a Python int. Pass it if the
-            keys begin with cached tokens, and the tokens of the queries come after them. For
-            example, pass 1024 if a cache has 1024 tokens and the queries are the next tokens of the
-            prompt. Query 0 is then key 1024. The argument is the `offset` of jax's masks for splash
-            attention. Pass None for self-attention without a cache, and for attention to another
-            sequence.
+        batch_size: The number of batch rows, B. Pass it if the mask has a single row, which is then
+            used for every batch row. If None, B is the number of rows of the mask.
+        q_offset: The index of the first query among the keys, a Python int. Pass it if the keys
+            begin with cached tokens, and the tokens of the queries come after them. For example,
+            pass 1024 if a cache has 1024 tokens and the queries are the next tokens of the prompt.
+            Query 0 and key 1024 are then the same token. The argument is the `offset` of jax's
+            masks for splash attention. Pass None for self-attention without a cache, and for
+            attention to another sequence.
         is_mqa: Whether the kernels are made by `make_splash_mqa`, for keys and values of a single
             head. If False, they are made by `make_splash_mha`.
         head_shards: The number of devices that the heads are split over.
@@ -71,12 +71,12 @@ def splash_kernels(
         **options: Options of jax's function, for example `block_sizes`.
 
     Returns:
-        A pair of the kernels and the segment ids. The kernels are one pytree whose arrays have a
-        leading axis for the batch. The segment ids are `SegmentIds` of int32 arrays [B, T] and [B,
-        S], or None if there is only one segment. Call the kernels in a `jax.vmap` over the kernels
-        and the segment ids, as in the example. On a mesh, `jax.shard_map` needs the specs of the
-        kernels. Make specs for one batch row first. Then put the mesh axis of the batch in front of
-        each spec:
+        A pair (kernels, segment_ids). `kernels` is one pytree whose arrays have a leading axis for
+        the batch. `segment_ids` is `SegmentIds` of int32 arrays [B, T] and [B, S], or None if there
+        is only one segment. Map over both by `jax.vmap`, as in the example. Inside `jax.vmap`, you
+        have the kernel of one batch row, and call it like a function. On a mesh, `jax.shard_map`
+        needs the specs of the kernels. To make them, let `row` be the kernel of the first batch
+        row, and make the specs of `row`. Then put the mesh axis of the batch in front of each spec:
 
             row = jax.tree.map(lambda array: array[0], kernels)
             specs = row.manual_sharding_spec(NamedSharding(mesh, PartitionSpec("heads", "length")))

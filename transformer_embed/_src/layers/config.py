@@ -22,9 +22,9 @@ class OutputConfig:
     """Describes an output layer, for `EmbedderConfig` and `TokenEmbedding`.
 
     Pass an `OutputConfig` as the argument `output` of `EmbedderConfig` or `TokenEmbedding`. Then
-    the method `output` of your layer returns an `OutputLayer`, which you pass to a loss or to
-    `linear_logits`. The `OutputLayer` also has the `pad_id` of the input layer, so padding is never
-    predicted.
+    call the method `output` of your layer. The method returns an `OutputLayer`, which you pass to a
+    loss or to `linear_logits`. The `OutputLayer` has the `pad_id` of the input layer, so padding is
+    never predicted.
 
     Args:
         tied: Whether the output layer uses the token table. If False, the output layer has a table

@@ -21,9 +21,10 @@ from transformer_embed._src.tokens.lookup import OUT_OF_RANGE
 class PositionalEncoding(hk.Module):
     """Adds the encodings of positions to embeddings, then applies dropout.
 
-    Use it in a model that computes the token vectors without this package. Sinusoidal encodings
-    have no parameters. Learned encodings are the parameter `embeddings`, [max_len, d_model]. If you
-    need the encodings alone, not added to embeddings, call the method `encoding`.
+    Use the module in a model that computes the token vectors without this package. If you need the
+    encodings alone, not added to embeddings, call the method `encoding` of the module. With learned
+    positions, the module has the parameter `embeddings`, [max_len, d_model]. With sinusoids, it has
+    no parameters.
 
     Args:
         scheme: How positions are encoded. Pass `Sinusoidal(...)`, `SinusoidalGrid(...)`,

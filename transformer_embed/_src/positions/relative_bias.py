@@ -165,9 +165,10 @@ def relative_position_buckets(
             must be above the number of buckets that hold a single distance each, which is
             `num_buckets // 2` if `causal` is True, and `num_buckets // 4` if not.
         causal: Whether your attention mask hides the keys after the query. There is no default. Set
-            True for T5's decoder. All buckets are then for keys at or before the query, and keys
-            after the query get bucket 0. Set False for T5's encoder. The first half of the buckets
-            is then for keys at or before the query, and the second half for keys after the query.
+            True for T5's decoder. All buckets (rows of the table of biases) are then for keys at or
+            before the query, and keys after the query get bucket 0. Set False for T5's encoder. The
+            first half of the buckets is then for keys at or before the query, and the second half
+            for keys after the query.
 
     Returns:
         The buckets, int32, in [0, num_buckets). A bucket is the index of a row in a table of
@@ -188,9 +189,10 @@ def relative_position_buckets(
         [[10, 1, 0, 17, 31]]
 
     Source:
-        The buckets are from Raffel et al., "Exploring the Limits of Transfer Learning with a
-        Unified Text-to-Text Transformer" (2020), section 2.1, https://arxiv.org/abs/1910.10683. The
-        formula is from the code of the paper, Mesh TensorFlow.
+        The buckets, which are ranges of distances with a common bias, are from Raffel et al.,
+        "Exploring the Limits of Transfer Learning with a Unified Text-to-Text Transformer" (2020),
+        section 2.1, https://arxiv.org/abs/1910.10683. The formula is from the code of the paper,
+        Mesh TensorFlow.
     """
     causal = arguments.flag("causal", causal)
     num_buckets = arguments.integer("num_buckets", num_buckets, at_least=2 if causal else 4)

@@ -27,15 +27,15 @@ def relative_shift(logits: ArrayLike, num_keys: int | None = None) -> Float[Arra
 
     Args:
         logits: The products of the queries and the embeddings of the distances. Floats of shape
-            [..., T, R], for example [batch, heads, T, R]. R is the number of distances. The
-            distances fall from column to column: with S = 4 keys, the columns 0 to 3 are for the
-            keys 3, 2, 1 and 0 tokens before the query, and column 4 is for the key one token after
-            the query. If queries attend only to the past, as in Transformer-XL, pass R = S
-            distances. If queries also attend to later keys, as in XLNet, pass up to S + T - 1
-            distances, because the first of T queries has T - 1 later keys.
+            [..., T, R], for example [batch, heads, T, R]. R is the number of distances. Column r is
+            for the key that is S - 1 - r tokens before the query. For example, with S = 4 keys,
+            column 0 is for the key 3 tokens before the query, column 3 for the query's own key, and
+            column 4 for the next key. If queries attend only to the past, as in Transformer-XL,
+            pass R = S distances. If queries also attend to later keys, as in XLNet, pass more
+            distances, at most S + T - 1. For example, with T = 2 queries and S = 4 keys, pass R = 5
+            distances, because the first query has one later key.
         num_keys: The number of keys, S. The keys are earlier tokens (the memory of Transformer-XL),
-            then the tokens of the queries. If None, there are as many keys as distances in
-            `logits`.
+            then the tokens of the queries. If None, S = R, so `logits` has one column for each key.
 
     Returns:
         A logit for each query and key, of the dtype of `logits`. Shape [..., T, S]. A key gets -inf

@@ -88,7 +88,8 @@ def apply_rotary(
         ValueError: The shapes of `x`, `positions` and `pair_axes` do not fit. The number of
             channels that form pairs is odd. An argument is out of its range, or a position in a
             list or a numpy array is outside int32. (But an array of uint32 may hold any number.)
-            `base` and `scaling` give a frequency of 2**32 full turns per position or more.
+            `base` and `scaling` give a frequency that is too high: 2**32 full turns per position or
+            more.
 
     Example:
         >>> import jax.numpy as jnp
@@ -104,7 +105,7 @@ def apply_rotary(
         - The error of cosines and sines is at most 6.0e-8 at every int32 and uint32 position. At
           float positions below 2**24 in magnitude, the same bound holds if no frequency is above
           1000 radians per position. If a scaling multiplies cosines and sines by an attention
-          factor, the bound is 6.0e-8 times this factor, plus one float32 rounding.
+          factor, the bound grows by the same factor, and one more rounding to float32 is added.
         - The rotation is computed in float32, or in float64 if x is float64, and rounded once to
           the dtype of x.
         - The rotated channels are NaN for a float position that is NaN, infinite, or at least 2**31

@@ -182,10 +182,12 @@ class YarnScaling(_Scaling):
             turns over the trained length, its frequency is divided by `factor`.
         truncate: Whether the two ends of the ramp are rounded to integers, `first` down and `last`
             up. Pass False for gpt-oss.
-        mscale: A number in the formula of the attention factor, at least 0. Pass the entry `mscale`
-            of the model's config.json, if the file has this entry. (The files of DeepSeek have it.)
-        mscale_all_dim: A number in the formula of the attention factor, at least 0. Pass the entry
-            `mscale_all_dim` of the model's config.json, if the file has this entry.
+        mscale: A number in the formula m(mscale) / m(mscale_all_dim) of the attention factor, at
+            least 0. (The attention factor multiplies cosines and sines.) Pass the entry `mscale` of
+            the model's config.json, if the file has this entry. (The files of DeepSeek have it.)
+        mscale_all_dim: A number in the formula m(mscale) / m(mscale_all_dim) of the attention
+            factor, at least 0. Pass the entry `mscale_all_dim` of the model's config.json, if the
+            file has this entry.
         attention_factor: The number that multiplies cosines and sines, above 0. Pass it if the
             config.json of your model has it. If None, the number is computed by the formula above.
 

@@ -183,11 +183,12 @@ class Sinusoidal(PositionScheme, Sinusoids):
 class SinusoidalGrid(PositionScheme, Sinusoids):
     """Adds sinusoidal encodings of the points of a grid, for the tokens of an image or a video.
 
-    Use it as the scheme of an `EmbedderConfig` or a `PositionalEncoding`. The layer takes flattened
-    patches, [..., h * w, d_model], in row-major order: position p of a grid (h, w) is the point
-    `(p // w, p % w)`. If a batch row has only n patches, and the grid has more points, the patches
-    get the positions 0 to n - 1. If the model has a class token, add the token after the layer. If
-    you have no layer, call `encoding`, which is a pure function of positions.
+    Pass a `SinusoidalGrid` as the scheme of an `EmbedderConfig` or a `PositionalEncoding`. The
+    layer then takes flattened patches, [..., h * w, d_model], in row-major order: position p of a
+    grid (h, w) is the point `(p // w, p % w)`. If you pass only n patches to the layer, and the
+    grid has more points, the patches get the positions 0 to n - 1. If the model has a class token,
+    add the token after the layer. If you have no layer, call the method `encoding` of the scheme,
+    which is a pure function of positions.
 
     Each axis gets an equal part of the channels. Part k is the `sinusoidal_encoding` of the
     coordinate along axis axes[k].

@@ -79,9 +79,8 @@ class ModelType(NamedTuple):
             token types.
         norm: The modules that may be the layer norm on the sum of the embeddings. If empty, the
             model has no such norm.
-        widen: The modules that may be the linear layer of `embedding_width`. This layer changes the
-            width of the embeddings from `embedding_width` to `d_model`. If empty, the model has no
-            such layer.
+        widen: The modules that may be the linear layer from `embedding_width` to `d_model`, which
+            changes the width of the embeddings. If empty, the model has no such layer.
         bias: The modules that may be T5's table of position biases. If empty, the model has no such
             table.
         per_layer: Which modules make an extra input for each layer (Gemma 3n and 4). If
@@ -345,8 +344,9 @@ class ModelType(NamedTuple):
             files: The names of all tensors in the checkpoint.
             stack: The stack that is read, "encoder" or "decoder".
             prefix: How the names of the input layer's tensors begin, such as
-                "model.language_model.". In a model for images, the output layer may be outside the
-                text model, so its names may begin with a shorter prefix, such as "model." or "".
+                "model.language_model.". The names of the output layer's tensors may begin with a
+                part of this prefix, here "model." or "", because models for images may have the
+                output layer outside the text model.
         """
         names_by_parameter = {}
         # The ends of the paths of parameters that may have no tensor.

@@ -79,13 +79,14 @@ class RowGradient(SomeRows):
       used only inside this `jax.jit`.)
 
     Any other function of a gradient may give a wrong result, because it sees only some rows of the
-    table. `apply_gradients` notices such a function by the `fingerprint`, which is a checksum of
-    the rows. If the fingerprint no longer fits the values, `apply_gradients` writes NaN into the
-    table rows of the gradient, so that you do not train with a wrong gradient. For example,
-    `jax.lax.pmean` over devices with different batches mixes rows, and `optax.clip_by_block_rms`
-    computes the size of a table from some of the rows. A function that changes each number
-    independently of the others, such as `jnp.sign` or `optax.clip`, also leads to NaN. Put such a
-    function into the optimizer, by `optax.chain`.
+    table. For example, `jax.lax.pmean` over devices with different batches mixes rows, and
+    `optax.clip_by_block_rms` computes the size of a table from some of the rows. After such a
+    function, the values of the gradient no longer fit its `fingerprint`, a checksum of the rows.
+    Then `apply_gradients` writes NaN into the table rows of the gradient, so that you do not train
+    with a wrong gradient. The same happens after a function that changes each number independently
+    of the others, such as `jnp.sign` or `optax.clip`. Such a function is right for the values, but
+    the changed values and the fingerprint no longer fit each other. So put the function into the
+    optimizer, by `optax.chain`.
 
     Args:
         row_indices: The indices of the table rows that have a gradient. Integers of shape [k],

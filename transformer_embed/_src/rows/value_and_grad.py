@@ -29,15 +29,16 @@ def value_and_grad(
     the loss with respect to the first argument. The gradient of a table holds only the rows that
     the batch reads.
 
-    `ids` names the tables that are trained by rows. Inside the loss, only `lookup` can read these
-    tables. So if the loss has a term that is computed from all parameters, such as an L2 norm,
-    leave the tables out of this term. The section "Training by rows" of the reference page says
-    what happens otherwise. To add the gradients of many batches, or to average them over devices,
-    see the page "Training loops".
+    `ids` is a dict with an entry for each table that is trained by rows. Inside the loss, only
+    `lookup` can read these tables. So if the loss has a term that is computed from all parameters,
+    such as an L2 norm, leave the tables out of this term. The section "Training by rows" of the
+    reference page says what happens otherwise. To add the gradients of many batches, or to average
+    them over devices, see the page "Training loops".
 
     Args:
         loss: A function of (params, ...) that returns a scalar, or (scalar, aux). In the loss, only
-            `lookup` may read the tables that `ids` names, as in `TokenEmbedding`.
+            `lookup` may read the tables that have an entry in `ids`. (`TokenEmbedding` reads its
+            table by `lookup`.)
         ids: The ids that the loss looks up, as a dict {name of a table: ids}. Add an entry for each
             table that you want to train by rows. A name is the path of the parameter, such as
             "model/token_embedding/embeddings", or an end of the path, such as
@@ -78,16 +79,16 @@ def value_and_grad(
         number of rows that the devices can ask one device for.
 
     Raises:
-        TypeError: The ids are not integers, or a table has a dtype that is not floating. The loss
-            uses an operation other than `lookup` to read a table that `ids` names.
+        TypeError: The ids are not integers, or a table has a dtype that is not floating. `ids` has
+            an entry for a table, and the loss reads this table by another operation than `lookup`.
         ValueError: A name in `ids` fits no parameter or several parameters, or two names fit the
-            same parameter. A named parameter is not a table [vocab_size, d]. A layer of the loss
-            pads or spreads the rows of a table, and `config` is not the config of this layer.
-            `max_rows` is below 1, or names a table that is not in `ids`. The shape of the ids is
-            symbolic. With a `capacity`, these are errors, too: `capacity` is not above 0, no table
-            in `ids` is split over explicit mesh axes, the columns of a table are split, the ids are
-            not split over the mesh axes of the table rows, or the call is inside a `jax.shard_map`
-            over some of the mesh axes.
+            same parameter. The parameter of a name is not a table [vocab_size, d]. A layer of the
+            loss pads or spreads the rows of a table, and `config` is not the config of this layer.
+            `max_rows` is below 1, or has an entry for a table that has no entry in `ids`. The shape
+            of the ids is symbolic. With a `capacity`, these are errors, too: `capacity` is not
+            above 0, no table in `ids` is split over explicit mesh axes, the columns of a table are
+            split, the ids are not split over the mesh axes of the table rows, or the call is inside
+            a `jax.shard_map` over some of the mesh axes.
 
     Example:
         >>> import jax.numpy as jnp
@@ -106,7 +107,7 @@ def value_and_grad(
     @functools.wraps(loss)
     def value_and_row_grads(params: Tree, *args: Any, **kwargs: Any) -> tuple[Any, Tree]:
         """Computes the loss, and its gradients with a `RowGradient` for each table in `ids`."""
-        # The tables that `ids` names, checked, with the ids of each table.
+        # The tables that have an entry in `ids`, checked, with the ids of each table.
         tables = tables_in(params, ids, config, max_rows, capacity)
         # For each table, an object with the rows that the batch reads.
         rows_of_tables = tables.read_rows()

@@ -30,7 +30,7 @@ def with_exchange(
 
     Args:
         function: A function of (params, ...). In this function, only `lookup` may read the tables
-            that `ids` names.
+            that have an entry in `ids`.
         ids: The ids that the function looks up, as a dict {name of a table: ids}. This and the next
             arguments are as in `value_and_grad`.
         config: The `EmbedderConfig` of the token table, if it pads or spreads the table rows.
@@ -45,8 +45,9 @@ def with_exchange(
         A function that has the arguments of `function` and returns the same result.
 
     Raises:
-        TypeError: The ids are not integers, or a table has a dtype that is not floating. `function`
-            uses an operation other than `lookup` to read a table that `ids` names.
+        TypeError: The ids are not integers, or a table has a dtype that is not floating. `ids` has
+            an entry for a table, and `function` reads this table by another operation than
+            `lookup`.
         ValueError: `value_and_grad` with a `capacity` would raise a ValueError for the same
             arguments, for example because the rows of no table are split.
 
@@ -67,7 +68,7 @@ def with_exchange(
     @functools.wraps(function)
     def exchanging(params: Tree, *args: Any, **kwargs: Any) -> Any:
         """Calls the function with parameters in which rows of the batch replace each table."""
-        # The tables that `ids` names, checked, with the ids of each table.
+        # The tables that have an entry in `ids`, checked, with the ids of each table.
         tables = tables_in(params, ids, config, max_rows, capacity)
         # For each table, an object with the rows that the batch reads.
         rows_of_tables = tables.read_rows()

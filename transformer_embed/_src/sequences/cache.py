@@ -47,12 +47,13 @@ def write_cache(cache: Any, new: Any, slot: ArrayLike) -> tuple[Any, Bool[Array,
         slot: Integers that say into which slots the new tokens are written. You can pass the first
             slot of each batch row, or the slot of each token.
 
-            - Pass integers of shape [] or [batch] for the slot of the first token of each batch
-              row. The next tokens are written into the next slots. Tokens past the last slot are
-              dropped. If the number for a batch row is -1, nothing is written into this batch row.
-            - Pass integers of shape [1 or batch, length] for the slot of each token. A token with
-              -1 is not written. If several tokens have the same slot, the last of these tokens is
-              written.
+            - Pass integers of shape [] or [batch] for the slot of the cache that the first new
+              token of each batch row is written into. The next tokens are written into the next
+              slots. Tokens past the last slot are dropped. If the number for a batch row is -1,
+              nothing is written into this batch row.
+            - Pass integers of shape [1 or batch, length] for the slot of each new token. A token
+              with -1 is not written. If several tokens have the same slot, the last of these tokens
+              is written.
 
             A ring is a cache for attention with a window: new tokens overwrite the oldest tokens.
             For a ring of n slots, pass `jnp.where(tokens.padding_mask, tokens.positions % n, -1)`,
@@ -73,9 +74,9 @@ def write_cache(cache: Any, new: Any, slot: ArrayLike) -> tuple[Any, Bool[Array,
         ValueError: The pytrees differ in structure, or their arrays differ in dtype or do not fit
             in shape. `slot` has a shape that is not listed above, or has a slot that is outside the
             cache and is not -1. (Slots in a jax array are not checked.) There are more new tokens
-            than slots, and `slot` does not give the slot of each token. The meaning of `slot` is
-            ambiguous: `slot` has shape [n], there are n batch rows and n new tokens, and the new
-            tokens have no batch axis. (Pass shape [1, n] for the slot of each token.)
+            than slots, and `slot` does not give the slot of each token. `slot` has shape [n], and
+            could mean n batch rows or n tokens, because the cache has n batch rows and `new` has n
+            tokens without a batch axis. (Pass shape [1, n] for the slot of each token.)
 
     Example:
         >>> import jax.numpy as jnp

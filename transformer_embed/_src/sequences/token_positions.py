@@ -50,10 +50,9 @@ class TokenPositions:
     can save it.
 
     A `TokenPositions` has the shape of the arrays that you pass. If you pass arrays of shape
-    [length], the masks that you make from the tokens have no batch axis. Where a batch is needed,
-    tokens of shape [length] are used for every batch row. The class holds only arrays. So you may
-    slice, stack or reshape a batch by `jax.tree.map`, or pad a batch with zeros. You may also carry
-    the tokens of a cache through a `scan`.
+    [length], the masks that you make from them have no batch axis. A function that needs a batch
+    uses these arrays for every batch row. The class holds only arrays, so you may use
+    `jax.tree.map` to slice, stack or reshape a batch, or to pad a batch with zeros.
 
     Args:
         positions: The position of each token in the sequence. Integers of shape [length] or [batch,
@@ -265,9 +264,9 @@ class TokenPositions:
         Leave keys and values as they are, because the mask hides the keys of empty slots.
 
         Args:
-            where: What to clear. Bools, True = clear. Pass shape [batch] to clear batch rows, and
-                shape [batch, slots] to clear single slots. If the tokens have no batch axis, pass
-                shape [] or [slots].
+            where: What to clear. Bools, True = clear. Pass shape [batch] to clear batch rows of the
+                cache, and shape [batch, slots] to clear single slots. (A slot has room for one
+                token in a batch row.) If the tokens have no batch axis, pass shape [] or [slots].
 
         Returns:
             TokenPositions of the same shape.
@@ -523,9 +522,9 @@ class TokenPositions:
         Args:
             segment_ids: The number of the sequence that each token belongs to. Integers of shape
                 [length] or [batch, length]. 0 is padding, and each sequence has a different
-                positive number. Keep the tokens of a sequence together. In a list or a numpy array,
-                a number that returns after a gap, as in [1, 2, 1], is an error, because the cause
-                is usually a mistake of a loader.
+                positive number. Keep the tokens of a sequence together. If you pass a list or a
+                numpy array, [1, 2, 1] is an error, because the 1 appears again after another
+                number. This is usually a mistake of a loader.
 
         Returns:
             TokenPositions of the shape of `segment_ids`. In each sequence, positions are counted
@@ -534,7 +533,8 @@ class TokenPositions:
         Raises:
             TypeError: `segment_ids` does not hold integers, or is a jax array of uint32 or uint64.
             ValueError: `segment_ids` has a rank other than 1 or 2. A segment id in a list or a
-                numpy array is negative, is outside int32, or returns after a gap (1 in [1, 2, 1]).
+                numpy array is negative, is outside int32, or appears again after another number,
+                such as the last 1 in [1, 2, 1].
 
         Example:
             >>> import transformer_embed as te
@@ -542,11 +542,11 @@ class TokenPositions:
             [[0, 1, 2, 0, 1, 0]]
 
         Edge cases:
-            Segment ids in a jax array are not checked. If a sequence returns after another one, as
-            in [1, 2, 1], its positions continue. In this example, the positions are 0, 0 and 1, so
-            a causal mask hides the third token from the first one. A negative number becomes
-            padding. To find negative numbers, and sequences that return, call
-            `te.check_batch(..., order="packed")` in your data pipeline.
+            Segment ids in a jax array are not checked. If a number appears again after another one,
+            as in [1, 2, 1], all tokens with this number are one sequence. In this example, the
+            positions are 0, 0 and 1, so a causal mask hides the third token from the first one. A
+            negative number becomes padding. To find negative numbers, and numbers that appear
+            again, call `te.check_batch(..., order="packed")` in your data pipeline.
 
         Source:
             Packing is described by Raffel et al., "T5" (2020), section 3.5.2,

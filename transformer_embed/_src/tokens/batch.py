@@ -41,8 +41,8 @@ def check_batch(
         pad_id: The id of padding, which may be outside the vocabulary, such as -100. Pass the
             `pad_id` of your config. If you also pass `tokens`, the ids are compared with the
             padding of `tokens`: all padding must have the `pad_id`, and no other token may have it.
-            (A loss would leave out a token that has the `pad_id` by mistake.) If None, padding may
-            have any id of the vocabulary.
+            (If another token had the `pad_id`, a loss would take this token for padding and leave
+            it out.) If None, padding may have any id of the vocabulary.
         order: The layout of the tokens that you declare to a function of `te.kernels`. `"full"`
             means that each batch row is one sequence without padding. `"right"` means that each
             batch row has one sequence, then padding. `"packed"` means that each batch row has any

@@ -100,8 +100,8 @@ def linear_cross_entropy(
         x: The hidden vectors of the last layer, of a floating dtype. Shape [..., d].
         output: The output layer. Pass an `OutputLayer`, for example from `Embedder.output`, or the
             table [vocab_size, d] of a layer that has only a table. Labels equal to the layer's
-            `pad_id` are not counted. If you set `shift`, a label that comes after padding is not
-            counted either, because a padding token would predict it. So you may pad on the left.
+            `pad_id` are not counted. With `shift=1`, the first label after padding is not counted
+            either, because a padding token would predict this label. So you may pad on the left.
         labels: The ids to predict, of any integer dtype. Shape [...], like the tokens of x. If you
             set `shift`, pass the ids of the text. Otherwise `labels[..., t]` is the id that token t
             should predict.
@@ -119,7 +119,7 @@ def linear_cross_entropy(
             [length], or of a shape that broadcasts to the tokens. If a batch row holds several
             documents and you set `shift`, pass `segment_ids` of your `TokenPositions`. Then the
             last token of a document does not predict the first token of the next document. 0 is
-            padding, and all other numbers are documents, also negative ones. If None, each batch
+            padding. Every other number, positive or negative, is a document. If None, each batch
             row is one document.
         label_smoothing: The share of each label that is spread evenly over the V ids, in [0, 1).
             Pass a number, or a floating array that broadcasts to the tokens. An array gets a
@@ -128,8 +128,9 @@ def linear_cross_entropy(
             0. Pass a number, or a floating array that broadcasts to the tokens. Set a small number,
             such as 1e-4 (PaLM), to keep log_z near 0.
         reduction: How the losses are joined. `"mean"` divides the sum of the losses by the sum of
-            the weights of the counted labels. `"sum"` returns the sum, which you can add up over
-            batches. `"none"` returns the loss of each label, times the weight of the label.
+            the weights. Both sums run over the labels that are counted (see `mask`). `"sum"`
+            returns the sum, which you can add up over batches. `"none"` returns the loss of each
+            label, times the weight of the label.
         with_metrics: Whether `LossMetrics` are returned too. Set True to log them.
         chunk_size: The largest number of tokens in a chunk, the part of the batch whose logits are
             held at once. Set a smaller number to save memory. If None, logits of at most 256 MiB
@@ -148,9 +149,9 @@ def linear_cross_entropy(
             that loss, only some rows of the table are known, but the logits need all rows.)
         ValueError: An argument is out of its range, or the shapes of the arguments do not fit.
             `segment_ids` is passed without `shift`. A size of the labels is symbolic (see
-            `jax.export`). The columns of the table are split over n devices. To compute logits,
-            each of these devices needs 1/n of the rows, with all columns, but n does not divide the
-            number of rows. (A config with `row_multiple=n` makes the number of rows a multiple of
+            `jax.export`). The columns of the table are split over n devices, and n does not divide
+            the number of rows. (To compute logits, each of these devices takes 1/n of the rows,
+            with all columns. A config with `row_multiple=n` makes the number of rows a multiple of
             n.)
 
     Example:
@@ -173,9 +174,9 @@ def linear_cross_entropy(
         - The `pad_id` is never predicted. To leave out labels whose id may be predicted elsewhere,
           use `mask`.
         - A `pad_id` outside the vocabulary, such as -100, marks labels that are not counted. With
-          `shift`, a token whose own label is -100 still predicts the label after it. So the last
-          token of a prompt predicts the first token of the answer, although all labels of the
-          prompt are -100.
+          `shift=1`, a label is counted even if the label before it is -100. For example, the labels
+          of a prompt of two tokens and an answer of two tokens are [-100, -100, 7, 8]. Then the
+          losses of the labels 7 and 8 are counted. The last token of the prompt predicts the 7.
         - The x of a token has an effect only if the token predicts a counted label. Otherwise this
           x may even be NaN. But the logits of such a token are computed, too. If few labels are
           counted, as in a masked language model, pass only the x and the labels of the tokens that
@@ -191,8 +192,8 @@ def linear_cross_entropy(
         - If some weights are negative, use `reduction="sum"`, because `"mean"` divides by the sum
           of the weights, which may be 0 or negative.
         - `label_smoothing` and `z_loss` may be arrays, such as [0.1, 2.0] for two labels. An entry
-          out of range, here the label smoothing 2.0, makes the loss of its label NaN. But if the
-          weight of this label is 0, its loss is 0.
+          out of range, here the label smoothing 2.0, makes the loss of its label NaN. But if you
+          also pass `weights`, and the weight of this label is 0, the loss of the label is 0.
         - If x and the table are in bfloat16, the gradients of the logits are rounded to bfloat16
           before they are multiplied by x and by the table. A loss on `linear_logits` rounds them in
           the same way.

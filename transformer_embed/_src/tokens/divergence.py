@@ -67,8 +67,8 @@ def linear_divergence(
             width], with any width. You can also differentiate with respect to `teacher_x` and
             `teacher_output`. These gradients cost time only if you ask for them.
         teacher_output: The teacher's output layer, with the same `vocab_size` and `pad_id` as
-            `output`. If one of the two tables has more rows, because of a larger `row_multiple` in
-            the config, rows of zeros are added to a copy of the smaller table.
+            `output`. The two tables may differ in the number of rows, because of `row_multiple` in
+            a config. Rows of zeros are then added to a copy of the smaller table.
         kind: `"forward"`, `"reverse"` or `"js"`.
         beta: The share of the teacher in the mixture `m = beta * t + (1 - beta) * s`, where t are
             the teacher's probabilities and s the student's. A Python number above 0 and below 1.
@@ -116,9 +116,9 @@ def linear_divergence(
             the rows of the two tables. An argument is out of its range, or the shapes of the
             arguments do not fit. `beta` is passed without `kind="js"`, or `segment_ids` without
             `shift`. A size of `x` is symbolic (see `jax.export`). The columns of a table are split
-            over n devices. To compute logits, each of these devices needs 1/n of the rows, with all
-            columns, but n does not divide the number of rows. (A config with `row_multiple=n` makes
-            the number of rows a multiple of n.)
+            over n devices, and n does not divide the number of rows. (To compute logits, each of
+            these devices takes 1/n of the rows, with all columns. A config with `row_multiple=n`
+            makes the number of rows a multiple of n.)
 
     Example:
         >>> import jax, jax.numpy as jnp

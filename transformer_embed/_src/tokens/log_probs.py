@@ -64,10 +64,11 @@ def linear_log_probs(
             `pad_id` are not counted.
         labels: The ids whose log-probabilities you want, of any integer dtype. Shape [...], like
             the tokens of x. The log-probability of `labels[..., t]` is computed from
-            `x[..., t, :]`, or from `x[..., t - shift, :]` if you set `shift`. With `shift`, pass
-            the ids of the text. To compare k candidate ids at each token, pass shape [..., k]. The
-            candidates may be the choices of a question, or the ids from a teacher's `linear_top_k`.
-            The logits of a token are computed once for all candidates of the token.
+            `x[..., t, :]`. If you set `shift`, pass the ids of the text as they are: then the
+            log-probability is computed from `x[..., t - shift, :]`. To compare k candidate ids at
+            each token, pass shape [..., k]. The candidates may be the choices of a question, or the
+            ids from a teacher's `linear_top_k`. The logits of a token are computed once for all
+            candidates of the token.
         temperature: The number that divides the logits, above 0 and at most 1e36. Pass the
             temperature at which the text was sampled, as a number or as a floating array that
             broadcasts to the tokens, such as [batch, 1]. An array may be traced and gets a
@@ -104,8 +105,8 @@ def linear_log_probs(
         ValueError: `temperature` is a number outside the range above, or an argument is out of its
             range. The shapes of the arguments do not fit, or `segment_ids` is passed without
             `shift`. A size of the labels is symbolic (see `jax.export`). The columns of the table
-            are split over n devices. To compute logits, each of these devices needs 1/n of the
-            rows, with all columns, but n does not divide the number of rows. (A config with
+            are split over n devices, and n does not divide the number of rows. (To compute logits,
+            each of these devices takes 1/n of the rows, with all columns. A config with
             `row_multiple=n` makes the number of rows a multiple of n.)
 
     Example:
@@ -295,8 +296,8 @@ def linear_top_k(
             int.
         ValueError: `k` is out of its range. A size of `x` is symbolic (see `jax.export`), or the
             width of the table differs from the width of x. The columns of the table are split over
-            n devices. To compute logits, each of these devices needs 1/n of the rows, with all
-            columns, but n does not divide the number of rows. (A config with `row_multiple=n` makes
+            n devices, and n does not divide the number of rows. (To compute logits, each of these
+            devices takes 1/n of the rows, with all columns. A config with `row_multiple=n` makes
             the number of rows a multiple of n.)
 
     Example:

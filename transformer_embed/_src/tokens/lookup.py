@@ -82,8 +82,8 @@ def lookup(
     Returns:
         The vectors, of the table's dtype. Shape [..., d]. If explicit mesh axes split the arrays,
         the leading axes of the result are split like the ids. The last axis is split like the
-        columns of the table. (If a mesh axis splits both the ids and the columns, it splits only
-        the leading axes of the result, and not the last axis.)
+        columns of the table. (If the same mesh axis splits both the ids and the columns, it splits
+        the result like the ids.)
 
     Raises:
         TypeError: `ids` does not hold integers, or `table` does not have a floating dtype of 16

@@ -161,9 +161,9 @@ def linear_logits(
         TypeError: `x` does not have a floating dtype of 16 bits or more, or `out_sharding` is not a
             sharding that `jnp.einsum` takes.
         ValueError: The width of the table differs from the width of x. The columns of the table are
-            split over n devices. To compute logits, each of these devices needs 1/n of the rows,
-            with all columns, but n does not divide the number of rows. (A config with
-            `row_multiple=n` makes the number of rows a multiple of n.)
+            split over n devices, and n does not divide the number of rows. (To compute logits, each
+            of these devices takes 1/n of the rows, with all columns. A config with `row_multiple=n`
+            makes the number of rows a multiple of n.)
 
     Example:
         >>> import jax, jax.numpy as jnp
