@@ -323,15 +323,13 @@ class AttentionMask(Mask):
             would be 0) or all pairs may (the kind would be 2). A kernel that masks this tile still
             gives the right result.
 
-            In two cases, the kinds of all tiles are exact:
+            This may happen if the tokens have block ids (from `TokenPositions.with_block_ids`), or
+            if you set both `sinks` and `chunk`. For all other masks, every tile gets its exact kind
+            in two cases:
 
             - self-attention of padded or packed rows, if all sequences of a batch row begin at the
               same position;
             - attention of one sequence to its cache.
-
-            Even in these two cases, a tile may get the kind 1 in place of 0 or 2 if the tokens have
-            block ids (from `TokenPositions.with_block_ids`), or if you set both `sinks` and
-            `chunk`.
         """
         shape = arguments.entries("shape", shape, arguments.size, count=2)
         for side, length, size in zip(("queries", "keys"), self.lengths, shape, strict=True):
