@@ -71,10 +71,12 @@ class AttentionMask(Mask):
     mask also has three pairs:
 
     - `mask.sides` holds the queries and the keys, as two `TokenPositions`. Each of them has the
-      arrays `positions`, `segment_ids`, `block_ids`, `places`, `ends` and `padding_mask`.
+      arrays `positions`, `segment_ids`, `block_ids`, `places`, `ends` and `padding_mask`, which the
+      entry of `TokenPositions` explains.
     - `mask.lengths` holds the numbers of queries and of keys.
     - `mask.reach` says how far a query sees to the left and to the right under `causal` and
-      `window` together. With `causal=True` and `window=(3, 5)`, it is (3, 0). None means no limit.
+      `window` together. With `causal=True` and `window=(3, 5)`, `mask.reach` is (3, 0). None means
+      no limit.
 
     Args:
         queries: The tokens that attend. Queries without segment ids see the keys of every segment.

@@ -60,8 +60,8 @@ def load_embedder(
         path: A safetensors file, an index file (`model.safetensors.index.json`) beside its shards,
             or a folder that holds `model.safetensors` or that index file.
         stack: Which part of an encoder-decoder model is read, `"encoder"` or `"decoder"`. If None,
-            the encoder is read. If the file has both a shared token table and a token table for the
-            chosen part, the table for the chosen part is read.
+            the encoder is read. If the file has a token table for the chosen stack and a token
+            table that both stacks share, the table for the chosen stack is read.
         settings: Entries that override the entries of the checkpoint's config.json, such as
             {"model_type": "bert"}. If the checkpoint has no config.json, pass all entries that
             change the embeddings. A `rope_scaling` without a `rope_type`, or with the same

@@ -157,9 +157,9 @@ class ModelType(NamedTuple):
             they have an unusual default. The usual default of `rope_theta` is 10000, so the dict
             has `rope_theta` only if this type has another default.
         unread: Entries of config.json that this model type does not read, although similar model
-            types do. This package uses the default value of such an entry, even if config.json has
-            another value. The method `status` says whether another value is an error. `unread` is
-            one string, with spaces between the names.
+            types do. This package always uses the default value of such an entry. If config.json
+            has the entry, its value is ignored or raises an error (see the method `status`).
+            `unread` is one string, with spaces between the names.
         no_effect: Entries of config.json that change nothing in models of this type, although they
             have an effect in other types. `no_effect` may also contain the name of a module. The
             tensors of this module then have no effect. `no_effect` is one string, with spaces
