@@ -47,7 +47,8 @@ def relative_shift(logits: ArrayLike, num_keys: int | None = None) -> Float[Arra
 
     Raises:
         TypeError: `logits` does not hold floats, or `num_keys` is not a Python int.
-        ValueError: `logits` has fewer than two axes, or R is not between S and S + T - 1.
+        ValueError: `logits` has fewer than two axes. With T queries and S keys, the number of
+            distances (the last axis of `logits`) is not between S and S + T - 1.
 
     Example:
         >>> import jax.numpy as jnp
