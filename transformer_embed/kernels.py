@@ -1,10 +1,10 @@
 """Translates a mask into the arguments of fused attention kernels.
 
-Each function is for one kernel. With the arguments that the function returns, the kernel needs no
-bool array [T, S]. The arguments have the same effect as the mask, except for queries that see no
-key. If a kernel cannot express a part of the mask, the function raises a ValueError that names this
-part. Outputs of queries at padding are finite, and differ from kernel to kernel. A bias, for
-example ALiBi's, is not a part of the mask, so pass it to the kernel yourself.
+Each function returns arguments for one kernel. With these arguments, the kernel needs no bool array
+[T, S]. The arguments have the same effect as the mask, except for queries that see no key. If a
+kernel cannot express a part of the mask, the function raises a ValueError that names this part.
+Outputs of queries at padding are finite, and differ from kernel to kernel. A bias, for example
+ALiBi's, is not a part of the mask, so pass it to the kernel yourself.
 
 Kernels compare row indices instead of positions. So for a causal mask or a window, you declare the
 layout of the tokens by `order=`:

@@ -195,7 +195,7 @@ A row-wise step runs the optimizer on the table rows of the batch only. The resu
 
 Even if `te.rows.apply_gradients` accepts your optimizer, a row-wise step does not equal a dense step. Row-wise training is [lazy](glossary.md#tables-and-output-layers): if a table row has no gradient, the row and its optimizer state stay as they are. If an output layer uses the table, every row has a gradient, so train the table densely.
 
-**Your own transformations.** `te.rows.apply_gradients` checks that an optimizer keeps table rows apart. It does not check what an optimizer does with numbers that all rows share, such as a step count. So two kinds of transformations raise no error, although they are wrong for tables. Do not use them:
+**Your own transformations.** `te.rows.apply_gradients` checks that an optimizer computes each table row from that row alone. It does not check what an optimizer does with numbers that all rows share, such as a step count. So two kinds of transformations raise no error, although they are wrong for tables. Do not use them:
 
 - Some transformations sum gradients, and apply the sum only in some steps, for example in every fourth step. A row-wise step updates only the rows of its batch. So if a row is not in the batch of the step that applies the sum, the sum of this row is not applied. An example is `apply_every` of optax. `te.rows.apply_gradients` knows it, and raises an error. (A learning rate that is 0 in some steps is allowed.)
 - Some transformations compute with the number of rows of the table: they divide by this number, or choose a method by it. In a row-wise step, a transformation gets blocks of at most 1024 rows instead of the whole table, so the number is wrong.
@@ -204,9 +204,9 @@ Even if `te.rows.apply_gradients` accepts your optimizer, a row-wise step does n
 
 `te.rows.apply_gradients` takes each optimizer that you build from these functions of optax:
 
-- Functions whose names begin with `scale`: {", ".join(scalings)}.
+- Functions of optax itself whose names begin with `scale`: {", ".join(scalings)}.
 - Functions of `optax.contrib`: {", ".join(of_contrib)}.
-- Other functions: {", ".join(others)}.
+- Functions of optax itself whose names do not begin with `scale`: {", ".join(others)}.
 
 ## You cannot use these
 

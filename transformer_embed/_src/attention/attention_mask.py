@@ -71,10 +71,12 @@ class AttentionMask(Mask):
     mask also has three pairs:
 
     - `mask.sides` holds the queries and the keys, as two `TokenPositions`. Each of them has the
-      arrays `positions`, `segment_ids`, `block_ids`, `places`, `ends` and `padding_mask`.
+      arrays `positions`, `segment_ids`, `block_ids`, `places`, `ends` and `padding_mask`, which the
+      entry of `TokenPositions` explains.
     - `mask.lengths` holds the numbers of queries and of keys.
     - `mask.reach` says how far a query sees to the left and to the right under `causal` and
-      `window` together. With `causal=True` and `window=(3, 5)`, it is (3, 0). None means no limit.
+      `window` together. With `causal=True` and `window=(3, 5)`, `mask.reach` is (3, 0). None means
+      no limit.
 
     Args:
         queries: The tokens that attend. Queries without segment ids see the keys of every segment.
@@ -91,22 +93,26 @@ class AttentionMask(Mask):
             4. With `chunk=4`, a query at position 5 sees only keys at positions 4 to 7. If padding
             is on the left, use `TokenPositions.from_ids`, so the first chunk begins at the first
             token, as in transformers.
-        sinks: How many of the first positions stay visible to the left of a window, at least 1.
-            With `window=(3, 0)` and `sinks=2`, the query at position 9 sees the positions 0, 1 and
-            6 to 9. Pass `sinks` only with a window that has a left limit. A sink ignores only this
-            left limit, and all other limits still hold. For example, with `window=(3, 0)`, the
-            query at position 0 does not see position 1, because the right limit is 0. With a
-            `chunk`, a query sees no sink outside its own chunk.
+        sinks: How many of the first positions (the sinks) stay visible to the left of a window, at
+            least 1. For example, with `window=(3, 0)`, the query at position 9 sees the positions 6
+            to 9. With `sinks=2`, this query also sees the positions 0 and 1. Pass `sinks` only with
+            a window that has a left limit. A sink ignores only this left limit, and all other
+            limits still hold. For example, with `window=(3, 0)`, the query at position 0 does not
+            see position 1, because the right limit is 0. If you also set `chunk`, a query sees no
+            sink outside of its own chunk. With `chunk=4`, the query at position 9 sees no position
+            before 8.
 
     Raises:
         TypeError: `queries` or `keys` is not a `TokenPositions`, or `causal` is not a Python bool.
             `chunk`, `sinks` or a limit of the window is not a Python int.
         ValueError: The queries and the keys have different numbers of batch rows, such as 2 and 3.
-            (A single batch row fits any number.) Only the queries or only the keys have block ids
-            (from `TokenPositions.with_block_ids`). The queries have segment ids and the keys have
-            none. `window`, `chunk` or `sinks` is out of its range. You pass `sinks`, but no
-            `window` with a left limit. The keys are a tree of tokens (from
-            `TokenPositions.from_parents`), and you set `causal=False`, `window` or `chunk`.
+            (A single batch row fits any number.) Only the queries or only the keys have block ids,
+            which number groups of tokens that always see each other (from
+            `TokenPositions.with_block_ids`). The queries have segment ids and the keys have none.
+            `window`, `chunk` or `sinks` is out of its range. You pass `sinks` (how many of the
+            first positions stay visible), but no `window` with a left limit. The keys are a tree of
+            tokens (from `TokenPositions.from_parents`), and you set `causal=False`, `window` or
+            `chunk`.
 
     Example:
         >>> import jax.numpy as jnp
@@ -123,11 +129,11 @@ class AttentionMask(Mask):
         The causal mask is from Vaswani et al., "Attention Is All You Need" (2017), section 3.2.3,
         https://arxiv.org/abs/1706.03762. Windows are from Beltagy et al., "Longformer" (2020),
         section 3.1, https://arxiv.org/abs/2004.05150. Segments are from Raffel et al., "T5" (2020),
-        section 3.5.2, https://arxiv.org/abs/1910.10683. Chunks are from Child et al., "Generating
-        Long Sequences with Sparse Transformers" (2019), section 4.3,
-        https://arxiv.org/abs/1904.10509, where they are the blocks of the fixed pattern. A block of
-        `block_ids` is like the prefix in T5, section 3.2.1, whose tokens all attend to each other.
-        Several numbered blocks, such as the images in a text, are from Gemma 3 in transformers.
+        section 3.5.2, https://arxiv.org/abs/1910.10683. Chunks are the blocks of the "fixed
+        pattern" in Child et al., "Generating Long Sequences with Sparse Transformers" (2019),
+        section 4.3, https://arxiv.org/abs/1904.10509. A block of `block_ids` is like the prefix in
+        T5, section 3.2.1, whose tokens all attend to each other. Several numbered blocks, such as
+        the images in a text, are from Gemma 3 in transformers.
     """
 
     queries: TokenPositions
@@ -319,8 +325,9 @@ class AttentionMask(Mask):
             would be 0) or all pairs may (the kind would be 2). A kernel that masks this tile still
             gives the right result.
 
-            If tokens have no block ids, and you do not set both `sinks` and `chunk`, the kinds of
-            all tiles are exact in two cases:
+            This may happen if the tokens have block ids (from `TokenPositions.with_block_ids`), or
+            if you set both `sinks` and `chunk`. For all other masks, every tile gets its exact kind
+            in two cases:
 
             - self-attention of padded or packed rows, if all sequences of a batch row begin at the
               same position;

@@ -29,7 +29,8 @@ def dot_product_attention_kwargs(
     - decoding, where each batch row has one query, and the cache is filled from the left.
 
     Args:
-        mask: The mask. A mask with block ids or a chunk is refused.
+        mask: The mask. A mask with a chunk or with block ids (which number groups of tokens that
+            always see each other) is refused.
         order: The layout of the tokens. `"full"` means that each batch row is one sequence without
             padding. `"right"` means that each batch row has one sequence, then padding. Required if
             the mask has segment ids, is causal or has a window.
@@ -138,8 +139,9 @@ def flash_attention_kwargs(
     """Makes the arguments of Pallas' `flash_attention` on TPUs that apply a mask.
 
     Args:
-        mask: The mask. A mask with block ids or a window is refused. A causal mask must be a mask
-            of self-attention, in which the keys are the queries themselves.
+        mask: The mask. A mask with a window or with block ids (which number groups of tokens that
+            always see each other) is refused. A causal mask must be a mask of self-attention, in
+            which the keys are the queries themselves.
         order: The layout of the tokens, `"full"`, `"right"` or `"packed"`. `te.kernels` explains
             the three words. Required if the mask is causal.
         batch_size: The number of batch rows, B. Pass it if the mask has a single row, which is then
@@ -175,7 +177,8 @@ def mha_kwargs(
     """Makes the arguments of Pallas' `mha` on GPUs that apply a mask.
 
     Args:
-        mask: The mask of self-attention. A mask with block ids or a window is refused.
+        mask: The mask of self-attention. A mask with a window or with block ids (which number
+            groups of tokens that always see each other) is refused.
         order: The layout of the tokens, `"full"`, `"right"` or `"packed"`. `te.kernels` explains
             the three words. Required if the mask is causal.
         batch_size: The number of batch rows, B. Pass it if the mask has a single row, which is then

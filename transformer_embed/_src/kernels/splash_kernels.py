@@ -51,8 +51,9 @@ def splash_kernels(
     no bias and does not scale queries, so multiply the queries by `head_dim**-0.5` yourself.
 
     Args:
-        mask: The mask, without block ids. If the mask is causal or has a window, the keys must be
-            the queries themselves (self-attention), or you must pass `q_offset`.
+        mask: The mask, without block ids (which number groups of tokens that always see each
+            other). If the mask is causal or has a window, the keys must be the queries themselves
+            (self-attention), or you must pass `q_offset`.
         num_heads: The number of query heads.
         order: The layout of the tokens, `"full"`, `"right"` or `"packed"`. `te.kernels` explains
             the three words. Required if the mask is causal or has a window.
@@ -75,8 +76,9 @@ def splash_kernels(
         the batch. `segment_ids` is `SegmentIds` of int32 arrays [B, T] and [B, S], or None if there
         is only one segment. Map over both by `jax.vmap`, as in the example. Inside `jax.vmap`, you
         have the kernel of one batch row, and call it like a function. On a mesh, `jax.shard_map`
-        needs the specs of the kernels. To make them, let `row` be the kernel of the first batch
-        row, and make the specs of `row`. Then put the mesh axis of the batch in front of each spec:
+        needs a `PartitionSpec` for each array of the kernels. The kernel of a single batch row
+        makes such specs by its method `manual_sharding_spec`. So make the specs of the kernel `row`
+        of the first batch row. Then put the mesh axis of the batch in front of each spec:
 
             row = jax.tree.map(lambda array: array[0], kernels)
             specs = row.manual_sharding_spec(NamedSharding(mesh, PartitionSpec("heads", "length")))
@@ -85,11 +87,11 @@ def splash_kernels(
     Raises:
         TypeError: `mask` is not an AttentionMask, or `is_mqa` is not a Python bool. `num_heads`,
             `batch_size`, `q_offset` or a number of shards is not a Python int.
-        ValueError: Splash attention cannot express a part of the mask. A block size does not divide
-            the length. The kernel needs more than the 1 MB of scalar memory that a TPU has (see
-            below). The tokens are not in the layout that you pass as `order`. You pass `q_offset`,
-            but the keys from index `q_offset` on are other tokens than the queries. (The tokens are
-            not checked inside `jax.jit`.)
+        ValueError: The splash attention kernel cannot express a part of the mask. A block size does
+            not divide the length. The kernel needs more than the 1 MB of scalar memory that a TPU
+            has (see below). The tokens are not in the layout that you pass as `order`. You pass
+            `q_offset`, but the keys from index `q_offset` on are not the same tokens as the
+            queries. (The tokens are not checked inside `jax.jit`.)
 
     Example:
         >>> import jax
@@ -105,14 +107,15 @@ def splash_kernels(
         (1, 1, 256, 128)
 
     Edge cases:
-        - If a query sees no key, the kernel returns an average of values, which means nothing. The
-          gradients of this query are S times too large, where S is the number of keys. This happens
-          if a segment has queries but no keys, for example if the source of a translation is empty.
-          So drop the outputs of these queries. For empty sources, write
+        - If the mask hides all keys from a query, the kernel returns an average of values, which
+          means nothing. With S keys, the gradients of this query are S times too large. This
+          happens if a segment has queries but no keys, for example if the source of a translation
+          is empty. So drop the outputs of these queries. For empty sources, write
           `jnp.where(keys.padding_mask.any(-1)[:, None, None, None], outputs, 0)`.
         - A kernel keeps a few numbers for each tile in the scalar memory of a TPU, which has 1 MB.
-          A row has fewer tiles if the tiles are larger, so take larger `block_sizes` for a longer
-          row. For example, 524,288 tokens without a window need block sizes of 1024.
+          A row with many tiles needs more memory than this. For a long row, pass larger
+          `block_sizes`, so that the row has fewer tiles. For example, 524,288 tokens without a
+          window need block sizes of 1024.
 
     Source:
         The kernel is

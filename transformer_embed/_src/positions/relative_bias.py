@@ -161,9 +161,10 @@ def relative_position_buckets(
         num_buckets: The number of rows of the table of biases. At least 2 if `causal` is True, and
             at least 4 if not. If `causal` is False, pass an even number, because an odd number
             leaves the last row unused.
-        max_distance: A distance from which on all distances are in the last bucket. `max_distance`
-            must be above the number of buckets that hold a single distance each, which is
-            `num_buckets // 2` if `causal` is True, and `num_buckets // 4` if not.
+        max_distance: The limit of the buckets: all distances of at least `max_distance` are in the
+            last bucket. `max_distance` must be above the number of buckets that hold a single
+            distance each, which is `num_buckets // 2` if `causal` is True, and `num_buckets // 4`
+            if not.
         causal: Whether your attention mask hides the keys after the query. There is no default. Set
             True for T5's decoder. All buckets (rows of the table of biases) are then for keys at or
             before the query, and keys after the query get bucket 0. Set False for T5's encoder. The
@@ -180,8 +181,9 @@ def relative_position_buckets(
             or `max_distance` is not a Python int, or `causal` is not a Python bool.
         ValueError: A position in a list or a numpy array is outside int32, or positions have a rank
             other than 1 or 2. The queries and the keys have different numbers of batch rows, such
-            as 2 and 3. (A single batch row fits any number.) `num_buckets` or `max_distance` is too
-            low (see above), or `max_distance` is outside int32.
+            as 2 and 3. (A single batch row fits any number.) `num_buckets` is below 2, or below 4
+            if `causal` is False. `max_distance` is outside int32, or is not above the number of
+            buckets that hold a single distance each.
 
     Example:
         >>> import transformer_embed as te
@@ -223,7 +225,7 @@ def _bucket_starts(direction_buckets: int, max_distance: int) -> tuple[int, ...]
 
     Args:
         direction_buckets: The number m of buckets for each direction.
-        max_distance: A distance from which on all distances are in the last bucket.
+        max_distance: The limit from which on all distances are in the last bucket.
     """
     exact_buckets = direction_buckets // 2
     range_buckets = direction_buckets - exact_buckets

@@ -17,13 +17,14 @@ def relative_shift(logits: ArrayLike, num_keys: int | None = None) -> Float[Arra
     these models, one matrix product multiplies each query by the embedding of each distance, so the
     products have a column for each distance. But attention needs a column for each key. This
     function moves each product into the column of its key. For example, the product of a query with
-    the distance 3 moves to the key 3 tokens before this query. The T queries are the last T of the
-    S keys, and the result is
+    the distance 3 moves to the key 3 tokens before this query. For the query of token 5, this is
+    the column of token 2. The T queries are the last T of the S keys, and the result is
 
         result[..., t, s] = logits[..., t, s + T - 1 - t]
 
     With S keys, column S - 1 of `logits` is for the query's own key. Column S - 2 is for the key
-    one token before the query, and column S for the key one token after the query.
+    one token before the query. If queries also attend to later keys, `logits` has more than S
+    columns, and column S is for the key one token after the query.
 
     Args:
         logits: The products of the queries and the embeddings of the distances. Floats of shape
@@ -35,17 +36,19 @@ def relative_shift(logits: ArrayLike, num_keys: int | None = None) -> Float[Arra
             distances, at most S + T - 1. For example, with T = 2 queries and S = 4 keys, pass R = 5
             distances, because the first query has one later key.
         num_keys: The number of keys, S. The keys are earlier tokens (the memory of Transformer-XL),
-            then the tokens of the queries. If None, S = R, so `logits` has one column for each key.
+            then the tokens of the queries. If None, S is the number of columns of `logits`.
 
     Returns:
-        A logit for each query and key, of the dtype of `logits`. Shape [..., T, S]. A key gets -inf
-        if `logits` has no column for the distance of the key. For example, if you pass as many
-        distances as keys (R = S), all keys after the query get -inf, so no query attends to a later
-        key. The function is differentiable.
+        A logit for each query and key, of the dtype of `logits`. Shape [..., T, S]. Each column of
+        `logits` is for one distance between a query and a key. If `logits` has no column for a
+        distance, the keys at this distance get -inf. For example, if you pass as many distances as
+        keys (R = S), all keys after the query get -inf, so no query attends to a later key. The
+        function is differentiable.
 
     Raises:
         TypeError: `logits` does not hold floats, or `num_keys` is not a Python int.
-        ValueError: `logits` has fewer than two axes, or R is not between S and S + T - 1.
+        ValueError: `logits` has fewer than two axes. With T queries and S keys, the number of
+            distances (the last axis of `logits`) is not between S and S + T - 1.
 
     Example:
         >>> import jax.numpy as jnp
@@ -67,9 +70,10 @@ def relative_shift(logits: ArrayLike, num_keys: int | None = None) -> Float[Arra
 
     Source:
         The method is from Dai et al., "Transformer-XL" (2019), appendix B,
-        https://arxiv.org/abs/1901.02860. It computes a logit for each distance, then shifts the
-        logits of each query to the columns of the keys. In the authors' code, keys after the query
-        have wrong logits after the shift, so the code must mask these keys.
+        https://arxiv.org/abs/1901.02860. The authors compute a logit for each query and distance.
+        Then they shift each row of logits, so that each logit is in the column of its key. In the
+        authors' code, keys after the query have wrong logits after the shift, so the code must mask
+        these keys.
     """
     logits = arguments.as_floats("logits", logits)
     has_columns = logits.ndim > 1 and logits.shape[-1] > 0

@@ -60,8 +60,8 @@ def load_embedder(
         path: A safetensors file, an index file (`model.safetensors.index.json`) beside its shards,
             or a folder that holds `model.safetensors` or that index file.
         stack: Which part of an encoder-decoder model is read, `"encoder"` or `"decoder"`. If None,
-            the encoder is read. If the file has both a shared token table and a token table for the
-            chosen part, the table for the chosen part is read.
+            the encoder is read. If the file has a token table for the chosen stack and a token
+            table that both stacks share, the table for the chosen stack is read.
         settings: Entries that override the entries of the checkpoint's config.json, such as
             {"model_type": "bert"}. If the checkpoint has no config.json, pass all entries that
             change the embeddings. A `rope_scaling` without a `rope_type`, or with the same
@@ -81,9 +81,9 @@ def load_embedder(
               stores weights.
             - If you add ".T" to the name of a tensor, the parameter is the transpose of the tensor.
             - If the layer norm of your model has no bias, pass None as the name for
-              "layer_norm/offset". If the linear layer after a token table of `embedding_width`
-              columns has no bias, pass None as the name for "widen/b". The parameter is then filled
-              with zeros.
+              "layer_norm/offset". If you set `config.embedding_width`, the token table is followed
+              by a linear layer. If this linear layer has no bias, pass None as the name for
+              "widen/b". A parameter with the name None is filled with zeros.
             - Leading axes of length 1 are dropped. For example, a tensor [1, 512, 64] is read as
               [512, 64].
         length: The number of tokens of the longest text that the model will read. Required for
@@ -92,10 +92,10 @@ def load_embedder(
         part: The name of the part to load, if the model has several parts. Pass the path of the
             object in config.json that describes the part, such as "decoder" or
             "thinker_config.text_config". If None, the object `text_config` is read if there is one,
-            and otherwise all of config.json. If several parts have a token table in the file, the
-            table of the chosen part is read. For example, with "decoder" this is the table whose
-            name begins with "decoder.", and with "thinker_config.text_config" it is the table whose
-            name begins with "thinker.".
+            and otherwise all of config.json. If the safetensors file has the token tables of
+            several parts, the table of the chosen part is read. For example, with "decoder" this is
+            the table whose name begins with "decoder.", and with "thinker_config.text_config" it is
+            the table whose name begins with "thinker.".
         shardings: How parameters are split over a mesh, as a dict {path of a parameter: sharding},
             such as {"token_embedding/embeddings": NamedSharding(mesh, P("data"))}. The end of a
             path is enough if no other path ends with it. The part of each device is read from the
@@ -110,10 +110,10 @@ def load_embedder(
     Returns:
         A `PretrainedInput`. Each parameter has the dtype of its tensor, `config.param_dtype` is the
         dtype of the token table, and `config.dtype` is None. For a published model, `config.pad_id`
-        is None: the vector of padding is then the stored table row, as in the model. (With a
-        `pad_id`, the vector of padding would be all zeros.) `config.output` is the output layer of
-        the model. If `config.output` is None, `no_output` says why. In an encoder-decoder model, an
-        untied output layer belongs to the decoder.
+        is None. So the vector of a padding token is the table row of its id, as in the original
+        model. (With a `pad_id`, the vector would be all zeros.) `config.output` is the output layer
+        of the model. If `config.output` is None, `no_output` says why. In an encoder-decoder model,
+        an untied output layer belongs to the decoder.
 
     Raises:
         FileNotFoundError: There is no file at the path.

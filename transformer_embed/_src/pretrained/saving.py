@@ -85,8 +85,8 @@ def save_embedder(
         OSError: The file cannot be written.
         ValueError: There are several causes:
 
-            - `params` contain no layer that fits the config, or several. If your model has several
-              input layers, leave out the parameters of all but one.
+            - No layer in `params` fits the config, or more than one layer fits. If your model has
+              several input layers, leave out the parameters of all but one.
             - Two tensors have the same name, or a name cannot be stored in the file.
             - A parameter has a dtype other than float32, bfloat16 or float16.
             - A `Layer` has arguments that `apply_rotary`, `AttentionMask` or `query_scale` refuses.
@@ -164,17 +164,19 @@ def save_into(
         params: A Haiku parameter tree with the parameters of one layer. The layer fits the config,
             and its parameters may have any path, so you may pass the parameters of a whole model.
             Table rows that `row_multiple` added are not written.
-        names: The names of the tensors, as a dict {path of a parameter: name of a tensor}. Pass
-            `found.names`, which `load_embedder` returned. If you leave out a parameter, the tensor
-            of the parameter does not change in the checkpoint.
+        names: A dict {path of a parameter: name of a tensor}. It says which tensor of the
+            checkpoint each parameter replaces. Pass `found.names`, which `load_embedder` returned.
+            If you leave out a parameter, the tensor of the parameter does not change in the
+            checkpoint.
 
     Raises:
         OSError: A file cannot be written.
         ValueError: There are several causes:
 
-            - `params` contain no layer that fits the config, or several.
-            - A parameter differs in size from the tensor that it replaces in the checkpoint, so
-              config.json would be wrong. Save a resized layer with `save_embedder` instead.
+            - No layer in `params` fits the config, or more than one layer fits.
+            - A parameter differs in size from the tensor that it replaces in the checkpoint. If the
+              parameter were written, the sizes in config.json would be wrong. Save a resized layer
+              with `save_embedder` instead.
             - A parameter has a dtype other than float32, bfloat16 or float16.
             - `config.spread` is True. Use `resize` to make it False.
 

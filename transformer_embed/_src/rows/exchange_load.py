@@ -26,11 +26,11 @@ def exchange_load(
 ) -> dict[str, Any]:
     """Counts the rows that each device is asked for in a batch, and the requests that do not fit.
 
-    Use it before you train with a `capacity` of `value_and_grad`. With a `capacity`, each device
-    requests rows from the devices that own them, through buffers of fixed size. The counts show
-    whether one device owns most of the rows that your batches read, and whether all requests fit
-    into the buffers. The function needs no devices: the mesh may be a `jax.sharding.AbstractMesh`,
-    so you can plan for devices that you do not have.
+    Use it before you train with the argument `capacity` of `value_and_grad`. If you pass this
+    argument, each device requests rows from the devices that own them, through buffers of fixed
+    size. The counts show whether one device owns most of the rows that your batches read, and
+    whether all requests fit into the buffers. The function needs no devices: the mesh may be a
+    `jax.sharding.AbstractMesh`, so you can plan for devices that you do not have.
 
     Args:
         table: The table: an array on a mesh, or a `jax.ShapeDtypeStruct` with a sharding. Shape
@@ -46,19 +46,19 @@ def exchange_load(
         max_rows: A bound on the number of distinct ids of each device, as in `value_and_grad`.
 
     Returns:
-        A dict with two entries. `rows` says how many distinct rows each device is asked for. A row
-        is counted once, even if several devices ask for it, and even if the requests do not fit
-        into the buffers. `rows` is an int64 array with one axis for each mesh axis in `batch_axes`.
-        `dropped` is the number of requests that do not fit into the buffers. In training, `lookup`
-        returns NaN for the ids of these requests.
+        A dict with two entries. `rows` says how many distinct rows each device is asked for. If
+        several devices ask for the same row, the row is counted once. A row is also counted if the
+        requests for it do not fit into the buffers. `rows` is an int64 array with one axis for each
+        mesh axis in `batch_axes`. `dropped` is the number of requests that do not fit into the
+        buffers. In training, `lookup` returns NaN for the ids of these requests.
 
     Raises:
         TypeError: `ids` are not integers, `ids` are traced, or `max_rows` is not an int.
-        ValueError: `table` has no sharding over a mesh, or the sharding leaves the rows whole, or
-            it splits the columns. A mesh axis that splits the rows is not in `batch_axes`. `config`
-            has another number of rows than `table`. The number of devices does not divide the batch
-            size. `batch_axes` are not axes of the mesh. `capacity` is not above 0, or `max_rows` is
-            below 1.
+        ValueError: `table` has no sharding over a mesh, the rows of `table` are not split, or the
+            columns of `table` are split. A mesh axis that splits the rows is not in `batch_axes`.
+            `config` has another number of rows than `table`. The number of devices does not divide
+            the batch size. `batch_axes` are not axes of the mesh. `capacity` is not above 0, or
+            `max_rows` is below 1.
 
     Example:
         >>> import jax, numpy as np

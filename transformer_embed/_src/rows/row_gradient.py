@@ -58,13 +58,13 @@ class GradientArrays(NamedTuple):
 class RowGradient(SomeRows):
     """Holds the gradient of a table [num_rows, d] in which only some rows have a nonzero gradient.
 
-    `te.rows.value_and_grad` returns a `RowGradient` in the place of each table's gradient, and you
-    pass the gradient on to `te.rows.apply_gradients`. (Do not pass a `RowGradient` to
-    `optimizer.update` or `optax.apply_updates`.) A `RowGradient` has the `shape` and the `dtype` of
-    the table. It is a pytree with two leaves: the `values`, which are the nonzero rows of the dense
-    gradient, and the `fingerprint`, a checksum of the rows. Functions like `jax.tree.map` and
-    `optax.global_norm` see both leaves. The numbers in the fingerprint are so small that
-    `optax.global_norm` gives the norm of the values alone.
+    For each table that you train by rows, `te.rows.value_and_grad` returns a `RowGradient` instead
+    of an array. Pass the `RowGradient` on to `te.rows.apply_gradients`. (Do not pass a
+    `RowGradient` to `optimizer.update` or `optax.apply_updates`.) A `RowGradient` has the `shape`
+    and the `dtype` of the table. It is a pytree with two leaves: the `values`, which are the
+    nonzero rows of the dense gradient, and the `fingerprint`, a checksum of the rows. Functions
+    like `jax.tree.map` and `optax.global_norm` see both leaves. The numbers in the fingerprint are
+    so small that `optax.global_norm` gives the norm of the values alone.
 
     You may multiply a whole gradient by a number, cast it, or average it over devices whose
     gradients have the same row indices. For everything else, use one of these:

@@ -79,8 +79,9 @@ def value_and_grad(
         number of rows that the devices can ask one device for.
 
     Raises:
-        TypeError: The ids are not integers, or a table has a dtype that is not floating. `ids` has
-            an entry for a table, and the loss reads this table by another operation than `lookup`.
+        TypeError: The ids are not integers, or a table has a dtype that is not floating. The loss
+            reads a table by another operation than `lookup`, although the table has an entry in
+            `ids`.
         ValueError: A name in `ids` fits no parameter or several parameters, or two names fit the
             same parameter. The parameter of a name is not a table [vocab_size, d]. A layer of the
             loss pads or spreads the rows of a table, and `config` is not the config of this layer.

@@ -40,20 +40,22 @@ def write_cache(cache: Any, new: Any, slot: ArrayLike) -> tuple[Any, Bool[Array,
             shape [slots, ...].
         new: The pytree of the new tokens, with arrays [batch, length, ...]. If an array has a
             single batch row, it is written into every batch row of the cache. Token positions
-            without a batch axis are also used for every batch row. If only the cache has
-            `block_ids`, the new tokens are in no block. You can also write an ordinary sequence
-            into a cache that has tokens of a tree (`TokenPositions.from_parents`). Under a causal
-            mask, each of the new tokens is then seen by all tokens at later positions.
+            without a batch axis are also used for every batch row. The `block_ids` of a cache
+            number groups of tokens that always see each other. If the new tokens have no
+            `block_ids`, they are in no group. A cache may have the tokens of a tree, in which
+            several tokens can follow the same token (`TokenPositions.from_parents`). You can also
+            write an ordinary sequence into such a cache. Under a causal mask, each of the new
+            tokens is then seen by all tokens at later positions.
         slot: Integers that say into which slots the new tokens are written. You can pass the first
             slot of each batch row, or the slot of each token.
 
-            - Pass integers of shape [] or [batch] for the slot of the cache that the first new
-              token of each batch row is written into. The next tokens are written into the next
-              slots. Tokens past the last slot are dropped. If the number for a batch row is -1,
-              nothing is written into this batch row.
-            - Pass integers of shape [1 or batch, length] for the slot of each new token. A token
-              with -1 is not written. If several tokens have the same slot, the last of these tokens
-              is written.
+            - Pass the slot for the first new token of each batch row, as integers of shape [] or
+              [batch]. The other new tokens are written into the next slots. Tokens past the last
+              slot are dropped. If the number for a batch row is -1, nothing is written into this
+              batch row.
+            - Or pass the slot for each new token, as integers of shape [1 or batch, length]. A
+              token with -1 is not written. If several tokens have the same slot, the last of these
+              tokens is written.
 
             A ring is a cache for attention with a window: new tokens overwrite the oldest tokens.
             For a ring of n slots, pass `jnp.where(tokens.padding_mask, tokens.positions % n, -1)`,
@@ -74,9 +76,9 @@ def write_cache(cache: Any, new: Any, slot: ArrayLike) -> tuple[Any, Bool[Array,
         ValueError: The pytrees differ in structure, or their arrays differ in dtype or do not fit
             in shape. `slot` has a shape that is not listed above, or has a slot that is outside the
             cache and is not -1. (Slots in a jax array are not checked.) There are more new tokens
-            than slots, and `slot` does not give the slot of each token. `slot` has shape [n], and
-            could mean n batch rows or n tokens, because the cache has n batch rows and `new` has n
-            tokens without a batch axis. (Pass shape [1, n] for the slot of each token.)
+            than slots, and `slot` does not give the slot of each token. `slot` has shape [n], but n
+            is both the number of batch rows and the number of new tokens, and the new tokens have
+            no batch axis. (Pass shape [1, n] for the slot of each token.)
 
     Example:
         >>> import jax.numpy as jnp
