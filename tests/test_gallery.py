@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import importlib
+import re
 import sys
 
 import haiku as hk
@@ -107,18 +108,25 @@ def test_bert_gives_a_packed_document_the_vectors_that_it_has_alone(own_bert):
         np.testing.assert_allclose(got, want, rtol=1e-4, atol=1e-5)
 
 
-def test_bert_computes_the_loss_of_the_chosen_tokens(own_bert):
+def test_bert_computes_the_loss_of_the_chosen_tokens_and_its_gradients(own_bert):
     program, own_text, _, params = own_bert
     batch = program.next_batch(np.random.default_rng(0))
-    shown, segment_ids, labels, is_chosen = own_text.hide(jax.random.key(1), *batch)
-    got = program.loss_fn(params, jax.random.key(1), batch)
-    logits = program.model.apply[1](params, shown, segment_ids)
-    log_probs = jax.nn.log_softmax(logits)[is_chosen, labels[is_chosen]]
-    np.testing.assert_allclose(got, -log_probs.mean(), rtol=1e-5)
+    rng = jax.random.key(1)
+    shown, segment_ids, labels, is_chosen = own_text.hide(rng, *batch)
+
+    def loss_on_whole_logits(params):
+        log_probs = jax.nn.log_softmax(program.model.apply[1](params, shown, segment_ids))
+        return -jnp.take_along_axis(log_probs, labels[..., None], -1)[..., 0].mean(where=is_chosen)
+
+    wanted = jax.jit(jax.value_and_grad(loss_on_whole_logits))(params)
+    got = jax.jit(jax.value_and_grad(program.loss_fn))(params, rng, batch)
+    near = functools.partial(np.testing.assert_allclose, rtol=1e-4, atol=1e-6)
+    jax.tree.map(near, got, wanted)
+    assert max(float(jnp.abs(grad).max()) for grad in jax.tree.leaves(wanted[1])) > 1e-3
     assert 0.1 < is_chosen.sum() / (batch[0] != 0).sum() < 0.2
 
 
-def test_bert_is_saved_and_fills_in_words(own_bert, tmp_path):
+def test_bert_is_saved_and_fills_in_words(own_bert, tmp_path, monkeypatch, capsys):
     program, _, vocabulary, params = own_bert
     te.pretrained.save_embedder(tmp_path / "own_bert.safetensors", program.config, params)
     loaded = te.pretrained.load_embedder(tmp_path / "own_bert.safetensors").params
@@ -127,6 +135,14 @@ def test_bert_is_saved_and_fills_in_words(own_bert, tmp_path):
     words = program.fill_in(loaded, vocabulary, text)
     assert words == program.fill_in(params, vocabulary, text)
     assert [len(each) for each in words] == [4] * 31
+    # The lines of the page, which use the saved model later.
+    (tmp_path / "own_bert.txt").write_text("\n".join(vocabulary), encoding="utf-8")
+    monkeypatch.chdir(tmp_path)
+    page = (FOLDER / "gallery.md").read_text(encoding="utf-8")
+    (lines,) = re.findall(r"```py\n(.*?)```", page, re.DOTALL)
+    exec(compile(lines, "gallery.md", "exec"), {})
+    text = re.search(r'"(Return .*)"\)', lines)[1]
+    assert capsys.readouterr().out == f"{program.fill_in(params, vocabulary, text)}\n"
 
 
 def test_a_text_is_split_into_words_and_runs_of_one_symbol(own_bert):

@@ -23,7 +23,8 @@ import transformer_embed as te
 STEPS, ROWS, WIDTH = 1500, 8, 128
 # 15 % of the tokens are chosen in each step, and hardly ever 20 %.
 MOST_CHOSEN = ROWS * LENGTH // 5
-FOLDER, *TEXTS = sys.argv[1:] if __name__ == "__main__" and len(sys.argv) > 1 else [None]
+FOLDER = None
+TEXTS = ["Return [MASK] if the path is a file.", "Raise an error [MASK] it is missing."]
 output = te.OutputConfig(bias=True)
 config = te.EmbedderConfig(vocab_size=VOCAB, d_model=WIDTH, pad_id=PAD, output=output)
 
@@ -103,6 +104,8 @@ def fill_in(params, vocabulary, text, count=4):
 
 
 if __name__ == "__main__":
+    if len(sys.argv) > 1:
+        FOLDER = sys.argv[1]
     vocabulary, (ids, _), (others, _) = read_data(FOLDER)
     print(f"{(ids != PAD).sum()} words in {len(ids)} batch rows")
     params, losses, seconds = run(*setup(), next_batch=next_batch, steps=STEPS)
@@ -113,8 +116,5 @@ if __name__ == "__main__":
     te.pretrained.save_embedder("own_bert.safetensors", config, params)
     pathlib.Path("own_bert.txt").write_text("\n".join(vocabulary), encoding="utf-8")
     loaded = te.pretrained.load_embedder("own_bert.safetensors").params
-    for text in TEXTS or [
-        "Return [MASK] if the path is a file.",
-        "Raise an error [MASK] it is missing.",
-    ]:
+    for text in sys.argv[2:] or TEXTS:
         print(text, *fill_in(loaded, vocabulary, text))
