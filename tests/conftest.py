@@ -40,7 +40,7 @@ os.environ["XLA_FLAGS"] = " ".join(
 os.environ.setdefault("JAX_TRACEBACK_FILTERING", "off")
 
 # A program carries the traceback of each of its operations, and pytest's tracebacks are long.
-# Without them, a program is lowered in two thirds of the time.
+# Without them, to lower and to compile a program takes about a tenth less time.
 os.environ.setdefault("JAX_TRACEBACK_IN_LOCATIONS_LIMIT", "0")
 
 CACHE = pathlib.Path(__file__).parents[1] / ".jax_cache"
