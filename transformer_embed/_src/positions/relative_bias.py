@@ -166,10 +166,9 @@ def relative_position_buckets(
             distance each, which is `num_buckets // 2` if `causal` is True, and `num_buckets // 4`
             if not.
         causal: Whether your attention mask hides the keys after the query. There is no default. Set
-            True for T5's decoder. All buckets (rows of the table of biases) are then for keys at or
-            before the query, and keys after the query get bucket 0. Set False for T5's encoder. The
-            first half of the buckets is then for keys at or before the query, and the second half
-            for keys after the query.
+            True for T5's decoder. All buckets are then for keys at or before the query, and keys
+            after the query get bucket 0. Set False for T5's encoder. The first half of the buckets
+            is then for keys at or before the query, and the second half for keys after the query.
 
     Returns:
         The buckets, int32, in [0, num_buckets). A bucket is the index of a row in a table of
