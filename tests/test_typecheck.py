@@ -23,7 +23,7 @@ def test_shapes_and_dtypes_of_arguments_and_results_are_checked():
     # Other arguments are left to the package.
     assert taken(table, ids, style=False).shape == (4, 2)
     for wrong in ((table[0], ids), (table, ids + 0.5), (table, ids, 1), (table, ids, 2)):
-        with pytest.raises(beartype.roar.BeartypeCallHintViolation):
+        with pytest.raises(beartype.roar.BeartypeDoorHintViolation):
             taken(*wrong)
 
 

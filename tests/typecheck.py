@@ -1,7 +1,7 @@
-"""Shapes and dtypes that annotations state are checked in tests: of each array argument, and of
-whatever is returned.
+"""Checks the shapes and dtypes that annotations state: of each array argument, and of each result.
 
-Other arguments are left to the package, so that its own errors come first.
+Other arguments are left to the package, so that its own errors come first. A check takes longer than
+most of the functions, so each form of the arguments and the result is checked once for each function.
 """
 
 import ast
@@ -9,16 +9,16 @@ import functools
 import importlib.abc
 import importlib.machinery
 import sys
-import types
 import typing
 
-import beartype
+import beartype.door
+import jax
 import jaxtyping
+import numpy as np
 
 
 def check_arrays(function):
-    """The function with its checks, which are built on its first call: most processes call few of
-    the package's functions."""
+    """Returns the function with its checks, or the function itself if there is nothing to check."""
     kinds = {
         name: kind
         for name, kind in function.__annotations__.items()
@@ -26,34 +26,56 @@ def check_arrays(function):
     }
     if not kinds:
         return function
+    parameters = function.__code__.co_varnames[: function.__code__.co_argcount]
+    right_forms = set()
 
-    @functools.cache
-    def checked():
-        bare = types.FunctionType(
-            function.__code__,
-            function.__globals__,
-            function.__name__,
-            function.__defaults__,
-            function.__closure__,
-        )
-        for name in ("__kwdefaults__", "__qualname__", "__module__"):
-            setattr(bare, name, getattr(function, name))
-        bare.__annotations__ = kinds
-        return beartype.beartype(bare)
+    def check(values):
+        forms = tuple((name, form_of(value)) for name, value in values.items())
+        if forms not in right_forms:
+            check_values(function, values, kinds)
+            right_forms.add(forms)
 
     @functools.wraps(function)
     def call(*args, **kwargs):
-        with jaxtyping.jaxtyped("context"):
-            return checked()(*args, **kwargs)
+        arguments = dict(zip(parameters, args, strict=False)) | kwargs
+        values = {name: arguments[name] for name in kinds if name in arguments}
+        check(values)
+        result = function(*args, **kwargs)
+        if "return" in kinds:
+            check(values | {"return": result})
+        return result
 
     return call
 
 
+def form_of(value):
+    """Returns all of a value that its check depends on, as something hashable."""
+    if isinstance(value, tuple | list):
+        return type(value), *map(form_of, value)
+    if isinstance(value, dict):
+        return type(value), *zip(value, map(form_of, value.values()), strict=True)
+    if isinstance(value, jax.Array | np.ndarray):
+        return type(value), value.shape, value.dtype
+    return type(value)
+
+
+def check_values(function, values, kinds):
+    """Raises an error unless each value has its kind, where one letter is one size in all of them."""
+    with jaxtyping.jaxtyped("context"):
+        for name, value in values.items():
+            kind = kinds[name]
+            if isinstance(kind, str):
+                kind = function.__globals__[kind]
+            prefix = f"{function.__qualname__}, {name}: "
+            beartype.door.die_if_unbearable(value, kind, exception_prefix=prefix)
+
+
 def is_known(kind, function):
-    """Not where nothing is returned, nor where only type checkers import the class."""
-    return kind is not typing.NoReturn and not (
-        isinstance(kind, str) and kind not in function.__globals__
-    )
+    """Returns whether something is returned whose class can be looked up, and is a value's class."""
+    if kind is typing.NoReturn or typing.get_origin(kind) is typing.TypeGuard:
+        return False
+    # Some classes are imported by type checkers alone.
+    return not isinstance(kind, str) or kind in function.__globals__
 
 
 def is_array(kind):
