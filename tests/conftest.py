@@ -157,6 +157,5 @@ def pytest_collection_finish():
 
     Going through them took a tenth of the time of a run.
     """
-    gc.collect()
     gc.freeze()
     gc.set_threshold(100_000, 20, 20)

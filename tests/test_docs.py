@@ -2,6 +2,7 @@
 machine."""
 
 import functools
+import importlib.util
 import json
 import os
 import pathlib
@@ -9,16 +10,17 @@ import re
 import subprocess
 import sys
 
-import pytest
-
-for package in ("sphinx", "myst_nb", "furo", "sphinx_copybutton", "matplotlib"):
-    pytest.importorskip(package)
-
 import make_reference
 import public
-from sphinx.util.inventory import InventoryFile
+import pytest
 
 import transformer_embed as te
+
+NEEDS = ("sphinx", "myst_nb", "furo", "sphinx_copybutton", "matplotlib")
+# Each worker of a run reads this file, and to import these takes half a second.
+for package in NEEDS:
+    if importlib.util.find_spec(package) is None:
+        pytest.skip(f"needs {package}", allow_module_level=True)
 
 ROOT = pathlib.Path(__file__).parents[1]
 SOURCE = ROOT / "notebooks"
@@ -142,6 +144,8 @@ def test_pages_show_sections_formulas_and_types_as_written(pages):
 
 @pytest.mark.documentation
 def test_other_projects_can_link_to_each_public_name(pages):
+    from sphinx.util.inventory import InventoryFile  # noqa: PLC0415
+
     inventory = InventoryFile.loads((pages / "objects.inv").read_bytes(), uri="").data
     declared = {name for kind, names in inventory.items() if kind[:3] == "py:" for name in names}
     assert {f"transformer_embed.{name}" for name in public.EVERY} <= declared

@@ -3,6 +3,7 @@
 import dataclasses
 import functools
 import importlib
+import importlib.util
 import re
 import sys
 
@@ -15,15 +16,17 @@ from pages import FOLDER
 
 import transformer_embed as te
 
-pytest.importorskip("sklearn")
-
 GALLERY = FOLDER / "gallery"
 # What other programs import.
 SHARED = ("layers", "own_text")
 PROGRAMS = sorted(path.stem for path in GALLERY.glob("*.py") if path.stem not in SHARED)
 MOST_LINES = 120
 
-pytestmark = pytest.mark.documentation
+pytestmark = [
+    pytest.mark.documentation,
+    # Each worker of a run reads this file, and to import scikit-learn takes a second.
+    pytest.mark.skipif(importlib.util.find_spec("sklearn") is None, reason="needs scikit-learn"),
+]
 
 
 @pytest.fixture(scope="module", autouse=True)
