@@ -102,11 +102,11 @@ class Embedder:
         Raises:
             TypeError: `is_training` is not a Python bool, `ids` are not integers, or a parameter is
                 a masked array.
-            ValueError: `params` contain no layer of this config, or several. `rng` is None, but
-                dropout is to be applied. The last axis of `positions` is not the length of the ids,
-                or positions in a list or a numpy array are outside int32. The config has
-                `num_token_types` but `token_types` is None, or `token_types` are passed but the
-                config has none.
+            ValueError: `params` must contain exactly one layer of this config, but contain none, or
+                more than one. `rng` is None, but dropout is to be applied. The last axis of
+                `positions` is not the length of the ids, or positions in a list or a numpy array
+                are outside int32. The config has `num_token_types` but `token_types` is None, or
+                `token_types` are passed but the config has none.
         """
         # `TREE` says in the error what the tree must be like.
         arguments.instance("params", params, Mapping, TREE)
@@ -135,8 +135,8 @@ class Embedder:
                 holds one such layer.
 
         Raises:
-            ValueError: `config.output` is None. `params` contain no layer of this config, or
-                several.
+            ValueError: `config.output` is None. `params` must contain exactly one layer of this
+                config, but contain none, or more than one.
         """
         leaves = layer_of("params", self.config, params)["token_embedding"]
         return output_layer(self.config, leaves)

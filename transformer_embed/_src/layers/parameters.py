@@ -51,9 +51,10 @@ def find_parameters(params: Params, config: EmbedderConfig) -> LayerParameters:
 
     Raises:
         TypeError: `params` are not a dict of dicts, or `config` is not an `EmbedderConfig`.
-        ValueError: `params` contain no layer, or several layers, that fit this config in the names
-            and shapes of their parameters. If your model has other names, the page "Other
-            parameter names" shows how to rename the parameters.
+        ValueError: `params` must contain exactly one layer of this config, but contain none, or
+            more than one. A layer is found by the names and the shapes of its parameters. If your
+            model has other names, the page "Other parameter names" shows how to rename the
+            parameters.
 
     Example:
         >>> import haiku as hk, jax

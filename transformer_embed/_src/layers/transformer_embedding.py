@@ -51,10 +51,10 @@ class TransformerEmbedding(hk.Module):
     Raises:
         TypeError: `config` is not an `EmbedderConfig`, or `initial_params` is not a Haiku parameter
             tree.
-        ValueError: `initial_params` contain no layer of this config, or several. The modules and
-            parameters of the layer must have the names that `Embedder.init` gives them, and the
-            shapes that the config says. The page "Other parameter names" shows how to rename
-            parameters.
+        ValueError: `initial_params` must contain exactly one layer of this config, but contain
+            none, or more than one. The modules and parameters of the layer must have the names that
+            `Embedder.init` gives them, and the shapes that the config says. The page "Other
+            parameter names" shows how to rename parameters.
 
     Example:
         >>> import haiku as hk, jax

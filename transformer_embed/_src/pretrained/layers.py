@@ -67,14 +67,16 @@ class Layer:
         query_scale: The keyword arguments of `te.query_scale`. If None, queries are not scaled by
             positions.
         image_blocks: Which tokens of the same image a token sees (Gemma 3 and 4). If "anywhere", a
-            token sees all tokens of the image. If "in window", a token sees earlier tokens of the
-            image only inside the window of `mask`, and sees all later tokens of the image. If None,
-            images are masked like text. The page "Published models" shows how to make the mask.
+            token sees all tokens of the image. If "in window", a token sees all later tokens of the
+            image, but earlier tokens of the image only inside the window of `mask`. For example,
+            with the window (3, 0), token 6 of an image with 10 tokens sees the tokens 3 to 10. If
+            None, images are masked like text. The page "Published models" shows how to make the
+            mask.
         attention: The sizes and factors of the attention, as a dict with `num_heads`,
             `num_kv_heads`, `head_dim`, and the `scale` of the logits. If the logits are capped, the
-            dict also has `softcap`. If each head has a learned sink (gpt-oss), the dict has
-            `sinks`, which is True. If None, the layer has no attention, or this package does not
-            know the attention.
+            dict also has `softcap`. The dict has `sinks`, which is True, if each head has a learned
+            sink (gpt-oss): a number that the softmax takes as one more logit. If None, the layer
+            has no attention, or this package does not know the attention.
         norm_eps: The epsilon of the layer's norms. If None, the epsilon is not known.
 
     Example:

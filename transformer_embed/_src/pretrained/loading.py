@@ -86,9 +86,10 @@ def load_embedder(
               "widen/b". A parameter with the name None is filled with zeros.
             - Leading axes of length 1 are dropped. For example, a tensor [1, 512, 64] is read as
               [512, 64].
-        length: The number of tokens of the longest text that the model will read. Required for
-            rotary embeddings that depend on this number: LongRoPE, as in Phi-3's 128k models, and
-            dynamic NTK.
+        length: The number of tokens of the longest text that the model will read. Required if the
+            frequencies of the rotary embeddings depend on this number. They do so in two types of
+            scaling: "longrope", as in Phi-3's 128k models, and "dynamic" (dynamic NTK, in which
+            longer texts have lower frequencies).
         part: The name of the part to load, if the model has several parts. Pass the path of the
             object in config.json that describes the part, such as "decoder" or
             "thinker_config.text_config". If None, the object `text_config` is read if there is one,
@@ -102,10 +103,11 @@ def load_embedder(
             file separately, so no device holds the whole table. Parameters that you leave out are
             copied whole to each device of the mesh. If None, all parameters are on the default
             device.
-        row_multiple: The `row_multiple` of the returned config. Rows of zeros are added to the
-            token tables until this number divides the number of rows, so that you can split the
-            tables over the devices of a mesh. If you pass a `config`, set `config.row_multiple`
-            instead.
+        row_multiple: The `row_multiple` of the returned config. The token tables get further rows
+            of zeros, so that their number of rows is a multiple of `row_multiple`, and you can
+            split the tables over the devices of a mesh. For example, with 128, a table of 50,257
+            rows gets 47 rows of zeros, and has 50,304 rows. If you pass a `config`, set
+            `config.row_multiple` instead.
 
     Returns:
         A `PretrainedInput`. Each parameter has the dtype of its tensor, `config.param_dtype` is the
@@ -280,9 +282,10 @@ def load_config(
             None, the encoder is described.
         settings: Entries that override the entries of config.json, such as {"vocab_size": 50304}.
             If an error names an entry that your model does not use, pass None for this entry.
-        length: The number of tokens of the longest text that the model will read. Required for
-            rotary embeddings that depend on this number: LongRoPE, as in Phi-3's 128k models, and
-            dynamic NTK.
+        length: The number of tokens of the longest text that the model will read. Required if the
+            frequencies of the rotary embeddings depend on this number. They do so in two types of
+            scaling: "longrope", as in Phi-3's 128k models, and "dynamic" (dynamic NTK, in which
+            longer texts have lower frequencies).
         part: The name of the part to read, if the model has several parts. Pass the path of the
             object in config.json that describes the part, such as "decoder" or
             "thinker_config.text_config". If None, the object `text_config` is read if there is one,

@@ -71,33 +71,33 @@ class ModelType(NamedTuple):
 
     Args:
         name: The type, as config.json's `model_type` names it.
-        tokens: The modules that may be the token table. The first module that is in the file is
-            used.
-        positions: The modules that may be the table of learned positions. If empty, the model has
+        tokens: The names that the module of the token table may have, such as "embed_tokens embed".
+            The first name that is in the file is used.
+        positions: The names that the table of learned positions may have. If empty, the model has
             no table of positions.
-        token_types: The modules that may be the table of token types. If empty, the model has no
+        token_types: The names that the table of token types may have. If empty, the model has no
             token types.
-        norm: The modules that may be the layer norm on the sum of the embeddings. If empty, the
+        norm: The names that the layer norm on the sum of the embeddings may have. If empty, the
             model has no such norm.
-        widen: The modules that may be the linear layer after the token table. This layer changes
+        widen: The names that the linear layer after the token table may have. This layer changes
             the width of the embeddings from `embedding_width` to `d_model`. If empty, the model has
             no such layer.
-        bias: The modules that may be T5's table of position biases. If empty, the model has no such
+        bias: The names that T5's table of position biases may have. If empty, the model has no such
             table.
         per_layer: Which modules compute extra vectors of the tokens, one for each layer (Gemma 3n
-            and 4). A layer gets its extra vectors beside the hidden vectors of the layer before. If
-            "per_layer", these are the modules "embed_tokens_per_layer",
+            and 4). A layer gets its extra vectors in addition to the hidden vectors of the layer
+            before. If "per_layer", these are the modules "embed_tokens_per_layer",
             "per_layer_model_projection" and "per_layer_projection_norm". If empty, layers get no
             extra vectors.
         may_lack: The parameters that may have no tensor in a file. Each parameter is named by the
             end of its path, such as "layer_norm/offset". `may_lack` is one string, with spaces
             between the names.
-        start: The position of the first token: either a number, or the name of an entry of
-            config.json. A name, such as "pad_token_id", is for models in which the position of the
-            first token is the id of padding plus 1. The entry of this name holds the id of padding.
-            For example, the id of padding is 1 in RoBERTa, so the first token has position 2. All
-            padding has the position before the first token, here 1. If the id of padding is not
-            known, padding is counted like tokens.
+        start: The position of the first token. This is either a number, or the name of the
+            config.json entry that holds the id of padding, such as "pad_token_id". With such a
+            name, the position of the first token is the id of padding plus 1. For example, the id
+            of padding is 1 in RoBERTa, so the first token has position 2. All padding has the
+            position before the first token, here 1. If the id of padding is not known, padding is
+            counted like tokens.
         sinusoids: The scheme of sinusoidal positions. If None, the model has no sinusoidal
             positions. Leave the fields `start`, `at_padding` and `pad_id` of the scheme at their
             defaults: `load_embedder` sets them, from `ModelType.start` and from the id of padding
@@ -112,22 +112,25 @@ class ModelType(NamedTuple):
             has rotary embeddings.
         kinds: The kinds of the layers: one kind for all layers, or two kinds, such as
             ("sliding_attention", "full_attention"). If config.json lists the kind of each layer,
-            that list is used instead of `kinds`. Otherwise, other entries of config.json say which
-            layers have the second of the two kinds. For example, with the entry
-            `sliding_window_pattern` = 6, every sixth layer has the second kind, and the field
-            `phase` says which layer is the first with this kind. If `kinds` is empty, the kinds of
-            the layers are known only from a list in config.json.
-        phase: The index of the first layer that has the second of the two `kinds`. It is used for
-            models in which every nth layer has this kind. For example, with n = 3, `phase` = 0
-            means the layers 0, 3, 6 and so on. `phase` = -1 means the last of the first n layers.
-            With n = 3, this is layer 2, so the layers 2, 5, 8 and so on have the second kind.
-        rotates: Which layers use rotary embeddings. If "sliding_attention", the layers with a
-            sliding window use them. If "sliding or all", the layers with a sliding window use them,
-            or all layers if no layer has a window. If empty, all layers use them, except kinds that
-            never rotate, such as "linear_attention".
+            that list is used instead of `kinds`. If there is no such list, some layers have the
+            second of the two kinds, and all others have the first. For example, if config.json has
+            the entry `sliding_window_pattern` = 6, every sixth layer has the second kind. The field
+            `phase` says which of the first six layers has it. If `kinds` is empty, the kinds of the
+            layers are known only from a list in config.json.
+        phase: The index of the first layer that has the second of the two `kinds`, for models in
+            which every nth layer has this kind. For example, with n = 3 and `phase` = 0, the layers
+            0, 3, 6 and so on have the second kind. A negative index counts back from layer n. So
+            with n = 3 and `phase` = -1, the first of these layers is layer 2, and the layers 2, 5,
+            8 and so on have the second kind.
+        rotates: Which layers use rotary embeddings. If empty, all layers use them, except kinds
+            that never rotate, such as "linear_attention". If "sliding_attention", only the layers
+            with a sliding window use them. If "sliding or all", it depends on the checkpoint: in a
+            model with a sliding window, only the layers with the window use them, and in a model
+            without a window, all layers do.
         is_causal: Whether a token sees only itself and the tokens before it.
-        image_blocks: Which tokens of the same image a token sees, for some kinds of layers. The
-            field is a tuple of pairs (kind of layers, value of `Layer.image_blocks`). For example,
+        image_blocks: The kinds of layers in which a token of an image also sees later tokens of
+            this image. The field is a tuple of pairs (kind of layers, value of
+            `Layer.image_blocks`), and the value says how far the token sees. For example,
             (("full_attention", "anywhere"),) says that in layers with full attention, a token sees
             all tokens of its image. In layers of all other kinds, images are masked like text.
         has_vision_switch: Whether `image_blocks` applies only if the config.json entry
@@ -144,35 +147,36 @@ class ModelType(NamedTuple):
             multiplied by the entry `attention_multiplier` if config.json has it, and otherwise
             divided by the square root of the head size. If "unscaled", logits stay as they are. If
             empty, the scale is not known.
-        has_sinks: Whether attention has a learned sink for each head.
+        has_sinks: Whether attention has a learned sink for each head, a number that the softmax
+            takes as one more logit.
         has_alpha: Whether a rotary scaling of type "dynamic" may have the entry `alpha`, which
             `NTKScaling` takes.
         has_alibi: Whether the model adds `alibi_bias` to the attention logits.
         entries: Some of the entries of config.json that this type reads, as a dict {name: default}.
-            If config.json leaves an entry out, the default is used. The method `names_of_entries`
-            returns all entries that the type reads. Entries that are named by the field `start`,
-            `scale` or `rotary` are not in the dict. If a type sets a field of `ModelType`, it may
-            read further entries of config.json. For example, every type that sets the field
-            `rotary` reads the entry `rope_theta`. These further entries are in the dict only if
-            they have an unusual default. The usual default of `rope_theta` is 10000, so the dict
-            has `rope_theta` only if this type has another default.
+            If config.json leaves an entry out, the default is used. Other entries that the type
+            reads follow from other fields. For example, every type with rotary embeddings (the
+            field `rotary`) reads the entry `rope_theta`. Such an entry is in the dict only if it
+            has an unusual default: the usual default of `rope_theta` is 10000, so the dict has
+            `rope_theta` only if this type has another default. Entries that are named by the field
+            `start`, `scale` or `rotary` are not in the dict. The method `names_of_entries` returns
+            all entries that the type reads.
         unread: Entries of config.json that this model type does not read, although similar model
             types do. This package always uses the default value of such an entry. If config.json
             has the entry, its value is ignored or raises an error (see the method `status`).
             `unread` is one string, with spaces between the names.
-        no_effect: Entries of config.json that change nothing in models of this type, although they
-            have an effect in other types. `no_effect` may also contain the name of a module. The
-            tensors of this module then have no effect. `no_effect` is one string, with spaces
-            between the names.
+        no_effect: Entries of config.json that change nothing in models of this type. In models of
+            other types, the same entries have an effect. `no_effect` may also contain the name of a
+            module. The tensors of this module then have no effect. `no_effect` is one string, with
+            spaces between the names.
         aliases: Other names for one entry of config.json, used only for this model type. The string
             has the name of the entry, a colon, and the other names. For example, the text
             "logit_scale: lm_head_multiplier logits_scaling" says that the entry `logit_scale` may
-            also be called `lm_head_multiplier` or `logits_scaling`. If config.json has several of
-            the three names, the other names come first: `lm_head_multiplier` is used if it is
-            there, or else `logits_scaling`, or else `logit_scale`. If `aliases` is empty, no entry
-            has other names for this model type only.
-        head: The modules that may be the output layer. The first module that is in the file is
-            used.
+            also be called `lm_head_multiplier` or `logits_scaling`. Other names are looked up
+            before the name of the entry. So here, `lm_head_multiplier` is used if config.json has
+            it, or else `logits_scaling`, or else `logit_scale`. If `aliases` is empty, no entry has
+            other names for this model type only.
+        head: The names that the module of the output layer may have. The first name that is in the
+            file is used.
         has_conv1d: Whether the weights of linear layers are stored as [in, out], as in GPT-2.
         no_output: Why an `OutputConfig` cannot describe the output layer of this type. If empty, an
             `OutputConfig` describes it.
@@ -246,9 +250,9 @@ class ModelType(NamedTuple):
         This package has one name for each entry of config.json, such as "hidden_size". Files of
         some models have another name for the entry, such as "n_embd". So the result is a dict {name
         of the entry in this package: all names of the entry}, such as {"hidden_size":
-        ("hidden_size", "n_embd")}. The names of an entry are in this order: the names in the field
-        `aliases`, the name in this package, and the other names that any model may use. If a file
-        has several of these names, the first one is used.
+        ("hidden_size", "n_embd")}. If a file has several names of an entry, the first one in the
+        tuple is used. The tuple begins with the names in the field `aliases`. Then comes the name
+        in this package, and then the other names that any model may use.
         """
         # `start`, `scale` and `rotary` may hold the name of an entry. If they hold a number or a
         # layout, the loop over `ENTRIES` below leaves it out.
@@ -351,9 +355,9 @@ class ModelType(NamedTuple):
             files: The names of all tensors in the checkpoint.
             stack: The stack that is read, "encoder" or "decoder".
             prefix: How the names of the input layer's tensors begin, such as
-                "model.language_model.". The names of the output layer's tensors may begin with a
-                shorter prefix, such as "model." or "". For example, a model for images may have the
-                output layer outside of the text model.
+                "model.language_model.". The output layer may be outside of the module that has the
+                input layer, as in some models for images. So the names of the output layer's
+                tensors may begin with a shorter prefix, here "model." or "".
         """
         names_by_parameter = {}
         # The ends of the paths of parameters that may have no tensor.

@@ -26,13 +26,13 @@ class TensorFacts(NamedTuple):
     Args:
         shape: The shape of the tensor in the file.
         dtype: The dtype of the tensor in the file.
-        is_transposed: Whether the tensor is the weight of a linear layer, stored as [out, in]
-            (PyTorch). `hk.Linear` needs a weight `w` of shape [in, out], the transpose. To read the
-            transpose, put ".T" at the end of the name that you pass to `Checkpoint.read`. If False,
-            the weight is stored as [in, out] (Flax, Haiku, and the layers of GPT-2), so you need no
-            ".T". If None, the tensor is not the weight of a linear layer, but a table or a bias,
-            for example. The result is also None if this package does not know how the weight is
-            stored, because the model type is unknown.
+        is_transposed: How the weight of a linear layer is stored. If True, the weight is stored as
+            [out, in] (PyTorch). `hk.Linear` needs a weight `w` of shape [in, out], the transpose.
+            To read the transpose, put ".T" at the end of the name that you pass to
+            `Checkpoint.read`. If False, the weight is stored as [in, out] (Flax, Haiku, and the
+            layers of GPT-2), so you need no ".T". If None, the tensor is not the weight of a linear
+            layer, but a table or a bias, for example. It is also None if this package does not know
+            how the weight is stored, because the model type is unknown.
 
     Example:
         >>> import transformer_embed as te
@@ -113,9 +113,9 @@ class Checkpoint:
         Raises:
             TypeError: `names` is a str, or a value of `shardings` is not a `NamedSharding`.
             ValueError: A name is not in the checkpoint, or its tensor is empty, as in checkpoints
-                that DeepSpeed saved with ZeRO stage 3. The number of devices does not divide an
-                axis of a tensor that is split over them. A tensor has a dtype of 64 bits, which jax
-                would narrow to 32 bits. (Pass a `dtype`.)
+                that DeepSpeed saved with ZeRO stage 3. `shardings` splits an axis of a tensor over
+                devices, but the length of the axis is not a multiple of their number. A tensor has
+                a dtype of 64 bits, which jax would narrow to 32 bits. (Pass a `dtype`.)
         """
         if isinstance(names, str):
             raise arguments.type_error("names", "a sequence of names", repr(names))

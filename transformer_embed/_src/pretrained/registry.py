@@ -74,9 +74,9 @@ def model_type_or_none(type_name: Any) -> ModelType | None:
 def find_model_type(name: str) -> ModelType:
     """Returns what this package knows about a type of published models, such as "llama".
 
-    The result shows which tensors and config.json entries belong to the input layer of a published
-    model, and the defaults of the entries. `python -m transformer_embed inspect --model-type NAME`
-    prints the same.
+    The result shows which tensors and which config.json entries belong to the input layer of a
+    published model. It also shows the default of each entry, which is used if config.json leaves
+    the entry out. `python -m transformer_embed inspect --model-type NAME` prints the same.
 
     Args:
         name: The type, as config.json's `model_type` names it.

@@ -44,9 +44,9 @@ def resize(
 
     Learned positions are interpolated like an image: each new row is a weighted mean of nearby old
     rows. Positions of texts are interpolated linearly. Positions on a grid (of the patches of an
-    image) are interpolated by cubic functions, as in timm. If there are fewer new rows than old
-    rows, `jax.image.resize` also applies antialiasing. If you set `keep_positions=True`, positions
-    are not interpolated.
+    image) are interpolated by cubic functions, as in timm (PyTorch's image models). If there are
+    fewer new rows than old rows, `jax.image.resize` also applies antialiasing. If you set
+    `keep_positions=True`, positions are not interpolated.
 
     Args:
         params: The parameters that fit `config`, as `Embedder.init` makes them, or the parameters
@@ -62,8 +62,9 @@ def resize(
             example, pass ((14, 14), (24, 24)) if images of 14 by 14 patches become images of 24 by
             24 patches. Positions are numbered in row-major order. Positions before the grid, such
             as the position of a class token (ViT, CLIP), do not change. If None, positions are on a
-            line, as in texts. The row of the first token then has the index `config.scheme.start`
-            in the table of positions, and the rows before it do not change.
+            line, as in texts. The position of the first token is `config.scheme.start`, which is 0
+            in most models and 2 in RoBERTa. Table rows of positions below `config.scheme.start` do
+            not change.
         keep_positions: Whether learned positions keep their rows, as in transformers. If True, rows
             are added or removed at the end, and new rows are sampled in the same way as the rows of
             new ids. If False, the rows are interpolated. Set True if you train the model on longer
@@ -113,11 +114,12 @@ def resize(
           the two results differ by less.
 
     Source:
-        The normal distribution from which table rows of new ids are sampled is from Hewitt,
-        "Initializing New Word Embeddings for Pretrained Language Models" (2021),
-        https://nlp.stanford.edu/~johnhew/vocab-expansion.html, but with a diagonal covariance. The
-        interpolation of positions is from Dosovitskiy et al., "An Image is Worth 16x16 Words"
-        (2021), section 3.2, https://arxiv.org/abs/2010.11929
+        Table rows of new ids are sampled from a normal distribution, as in Hewitt, "Initializing
+        New Word Embeddings for Pretrained Language Models" (2021),
+        https://nlp.stanford.edu/~johnhew/vocab-expansion.html. Hewitt uses the full covariance of
+        the old rows, and this function only its diagonal. The interpolation of positions is from
+        Dosovitskiy et al., "An Image is Worth 16x16 Words" (2021), section 3.2,
+        https://arxiv.org/abs/2010.11929
     """
     arguments.instance("config", config, EmbedderConfig, "an EmbedderConfig")
     arguments.instance("new_config", new_config, EmbedderConfig, "an EmbedderConfig")

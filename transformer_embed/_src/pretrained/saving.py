@@ -62,15 +62,15 @@ def save_embedder(
     Args:
         path: The file to write or replace.
         config: The config of the layer, as `Embedder` takes it.
-        params: A Haiku parameter tree with the parameters of one layer. The layer fits the config,
-            and its parameters may have any path, so you may pass the parameters of a whole model.
-            All parameters are float32, bfloat16 or float16. The parameters of the layer are written
-            under the paths that `Embedder(config).init` gives them. If you pass the arguments of a
-            `RelativePositionBias` as `bias`, the tree must also contain the table of this module.
-            The module may have any path that ends with its default name, such as
-            "decoder/relative_position_bias". The table is written under the name
-            `relative_position_bias`. All other parameters are written under the paths that they
-            have in `params`.
+        params: A Haiku parameter tree that contains one layer of the config, with the names and
+            shapes of `Embedder(config).init`. The layer may be at any path, so you may pass the
+            parameters of a whole model. All parameters must be float32, bfloat16 or float16. The
+            parameters of the layer are written under the paths that `Embedder(config).init` gives
+            them. If you pass the arguments of a `RelativePositionBias` as `bias`, the tree must
+            also contain the table of this module. The module may have any path that ends with its
+            default name, such as "decoder/relative_position_bias". The table is written under the
+            name `relative_position_bias`. All other parameters are written under the paths that
+            they have in `params`.
         layers: A `Layer` for each layer of the model, as a sequence. `load_embedder` will return
             the sequence again.
         bias: The keyword arguments of `RelativePositionBias` or `alibi_bias`, if the model has a
@@ -152,18 +152,19 @@ def save_into(
 ) -> None:
     """Replaces the input and the output layer in an existing checkpoint, and keeps the rest.
 
-    Use it after you trained the input and output layers of a published model. transformers then
-    loads the whole model with your tables. If a shard cannot be written, or if the program ends
-    early, the old checkpoint stays as it was. Some checkpoints with a tied output layer store the
-    token table twice, also under the name of the output layer. Then both copies are replaced.
+    Use this function after you trained the input and output layers of a published model.
+    transformers then loads the whole model with your tables. If a shard cannot be written, or if
+    the program ends early, the old checkpoint stays as it was. Some checkpoints with a tied output
+    layer store the token table twice: under the name of the token table, and under the name of the
+    output layer. Then both copies are replaced.
 
     Args:
         path: The path that you passed to `load_embedder`: a safetensors file, an index file, or a
             folder.
         config: The config of the layer, as `load_embedder` returned it.
-        params: A Haiku parameter tree with the parameters of one layer. The layer fits the config,
-            and its parameters may have any path, so you may pass the parameters of a whole model.
-            Table rows that `row_multiple` added are not written.
+        params: A Haiku parameter tree that contains one layer of the config, with the names and
+            shapes of `Embedder(config).init`. The layer may be at any path, so you may pass the
+            parameters of a whole model. Table rows that `row_multiple` added are not written.
         names: A dict {path of a parameter: name of a tensor}. It says which tensor of the
             checkpoint each parameter replaces. Pass `found.names`, which `load_embedder` returned.
             If you leave out a parameter, the tensor of the parameter does not change in the
