@@ -70,9 +70,10 @@ class AttentionMask(Mask):
     arguments of `AttentionMask` (see below) are attributes of the mask, such as `mask.window`. The
     mask also has three pairs:
 
-    - `mask.sides` holds the queries and the keys, as two `TokenPositions`. Each of them has the
-      arrays `positions`, `segment_ids`, `block_ids`, `places`, `ends` and `padding_mask`, which the
-      entry of `TokenPositions` explains.
+    - `mask.sides` holds the queries and the keys, as two `TokenPositions`. For example,
+      `mask.sides[1].segment_ids` says to which sequence each key belongs. The entry of
+      `TokenPositions` explains the other arrays: `positions`, `block_ids`, `places`, `ends` and
+      `padding_mask`.
     - `mask.lengths` holds the numbers of queries and of keys.
     - `mask.reach` says how far a query sees to the left and to the right under `causal` and
       `window` together. With `causal=True` and `window=(3, 5)`, `mask.reach` is (3, 0). None means
@@ -99,20 +100,24 @@ class AttentionMask(Mask):
             a window that has a left limit. A sink ignores only this left limit, and all other
             limits still hold. For example, with `window=(3, 0)`, the query at position 0 does not
             see position 1, because the right limit is 0. If you also set `chunk`, a query sees no
-            sink outside of its own chunk. With `chunk=4`, the query at position 9 sees no position
-            before 8.
+            sink outside of its own chunk. For example, with `chunk=4`, the chunk of the query at
+            position 9 is the positions 8 to 11. So this query does not see the sinks 0 and 1.
 
     Raises:
         TypeError: `queries` or `keys` is not a `TokenPositions`, or `causal` is not a Python bool.
             `chunk`, `sinks` or a limit of the window is not a Python int.
-        ValueError: The queries and the keys have different numbers of batch rows, such as 2 and 3.
-            (A single batch row fits any number.) Only the queries or only the keys have block ids,
-            which number groups of tokens that always see each other (from
-            `TokenPositions.with_block_ids`). The queries have segment ids and the keys have none.
-            `window`, `chunk` or `sinks` is out of its range. You pass `sinks` (how many of the
-            first positions stay visible), but no `window` with a left limit. The keys are a tree of
-            tokens (from `TokenPositions.from_parents`), and you set `causal=False`, `window` or
-            `chunk`.
+        ValueError: There are several causes:
+
+            - The queries and the keys have different numbers of batch rows, such as 2 and 3. (A
+              single batch row fits any number.)
+            - Only the queries or only the keys have block ids, which number groups of tokens that
+              always see each other (from `TokenPositions.with_block_ids`).
+            - The queries have segment ids and the keys have none.
+            - `window`, `chunk` or `sinks` is out of its range.
+            - You pass `sinks` (how many of the first positions stay visible), but no `window` with
+              a left limit.
+            - The keys are a tree of tokens (from `TokenPositions.from_parents`), and you set
+              `causal=False`, `window` or `chunk`.
 
     Example:
         >>> import jax.numpy as jnp
@@ -131,9 +136,9 @@ class AttentionMask(Mask):
         section 3.1, https://arxiv.org/abs/2004.05150. Segments are from Raffel et al., "T5" (2020),
         section 3.5.2, https://arxiv.org/abs/1910.10683. Chunks are the blocks of the "fixed
         pattern" in Child et al., "Generating Long Sequences with Sparse Transformers" (2019),
-        section 4.3, https://arxiv.org/abs/1904.10509. A block of `block_ids` is like the prefix in
-        T5, section 3.2.1, whose tokens all attend to each other. Several numbered blocks, such as
-        the images in a text, are from Gemma 3 in transformers.
+        section 4.3, https://arxiv.org/abs/1904.10509. The tokens of a block of `block_ids` all
+        attend to each other, like the prefix of a text in section 3.2.1 of the T5 paper. Gemma 3 in
+        transformers has several such blocks in one text: one for each image.
     """
 
     queries: TokenPositions
@@ -211,11 +216,11 @@ class AttentionMask(Mask):
         """Makes the mask as an array, in the smallest shape that broadcasts.
 
         Returns:
-            A bool array, True = may attend, which broadcasts to attention logits [B, heads, T, S].
-            The shape is [B or 1, 1, T or 1, S]: the batch axis is 1 if all batch rows have the same
-            mask, and the query axis is 1 if all queries have the same mask. If neither the queries
-            nor the keys have a batch axis, the result is bool [1, T or 1, S], for logits [heads, T,
-            S].
+            A bool array [B, 1, T, S], True = may attend, which broadcasts to attention logits [B,
+            heads, T, S]. If all batch rows have the same mask, the first axis has length 1. If all
+            queries have the same mask, the axis of the queries has length 1. If neither the queries
+            nor the keys have a batch axis, the result has no batch axis, and broadcasts to logits
+            [heads, T, S].
 
         Example:
             >>> import transformer_embed as te
@@ -271,8 +276,8 @@ class AttentionMask(Mask):
             [[True, True, False], [True, True, True]]
 
         Edge cases:
-            If `query_start` or `key_start` is a jax array, traced or not, and a part of the tile
-            would be outside the mask, the whole tile is False.
+            A jax array as `query_start` or `key_start` is not checked. If a part of the tile would
+            then be outside the mask, the whole tile is False.
         """
         shape = arguments.entries("shape", shape, arguments.size, count=2)
         query_length, key_length = self.lengths
@@ -321,13 +326,14 @@ class AttentionMask(Mask):
             [[1, 0, 0, 0], [2, 1, 0, 0], [0, 0, 1, 0], [0, 0, 2, 1]]
 
         Edge cases:
-            Sometimes a tile gets the kind 1, although no pair of the tile may attend (the kind
-            would be 0) or all pairs may (the kind would be 2). A kernel that masks this tile still
+            Sometimes a tile gets the kind 1 in place of 0 or 2: no pair of the tile may attend, or
+            all pairs may, but `tile_kinds` does not know it. A kernel that masks this tile still
             gives the right result.
 
-            This may happen if the tokens have block ids (from `TokenPositions.with_block_ids`), or
-            if you set both `sinks` and `chunk`. For all other masks, every tile gets its exact kind
-            in two cases:
+            This may happen in two kinds of masks. In the first, the tokens have block ids, the
+            numbers of groups of tokens that always see each other (from
+            `TokenPositions.with_block_ids`). In the second, you set both `sinks` and `chunk`. For
+            all other masks, every tile gets its exact kind in two cases:
 
             - self-attention of padded or packed rows, if all sequences of a batch row begin at the
               same position;

@@ -69,10 +69,10 @@ def mask_to_bias(
     """Converts a mask to a bias: 0 if attention is allowed, and a very negative number if not.
 
     Add the bias to the attention logits if your attention layer takes no mask. By default, a pair
-    that may not attend gets half of the lowest number of the dtype. So you can add a second bias,
-    for example ALiBi's, and the sum stays finite. A query that sees no key gets equal attention
-    weights for all keys, with a finite gradient. With -inf, the softmax and the gradient would be
-    NaN.
+    that may not attend gets half of the lowest number of the dtype, for example -32752 in float16.
+    With the lowest number itself, the sum with a second negative bias, for example ALiBi's, could
+    become -inf. A query that sees no key gets equal attention weights for all keys, with a finite
+    gradient. With -inf, the softmax and the gradient would be NaN.
 
     Args:
         mask: Which pairs may attend. Bools of any shape, True = may attend.

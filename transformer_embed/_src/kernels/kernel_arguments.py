@@ -29,8 +29,8 @@ def dot_product_attention_kwargs(
     - decoding, where each batch row has one query, and the cache is filled from the left.
 
     Args:
-        mask: The mask. A mask with a chunk or with block ids (which number groups of tokens that
-            always see each other) is refused.
+        mask: The mask, without a `chunk` and without block ids. (Block ids number groups of tokens
+            that always see each other.)
         order: The layout of the tokens. `"full"` means that each batch row is one sequence without
             padding. `"right"` means that each batch row has one sequence, then padding. Required if
             the mask has segment ids, is causal or has a window.
@@ -139,9 +139,9 @@ def flash_attention_kwargs(
     """Makes the arguments of Pallas' `flash_attention` on TPUs that apply a mask.
 
     Args:
-        mask: The mask. A mask with a window or with block ids (which number groups of tokens that
-            always see each other) is refused. A causal mask must be a mask of self-attention, in
-            which the keys are the queries themselves.
+        mask: The mask, without a window and without block ids. (Block ids number groups of tokens
+            that always see each other.) A causal mask must be a mask of self-attention, in which
+            the keys are the queries themselves.
         order: The layout of the tokens, `"full"`, `"right"` or `"packed"`. `te.kernels` explains
             the three words. Required if the mask is causal.
         batch_size: The number of batch rows, B. Pass it if the mask has a single row, which is then
@@ -177,13 +177,14 @@ def mha_kwargs(
     """Makes the arguments of Pallas' `mha` on GPUs that apply a mask.
 
     Args:
-        mask: The mask of self-attention. A mask with a window or with block ids (which number
-            groups of tokens that always see each other) is refused.
+        mask: The mask of self-attention, without a window and without block ids. (Block ids number
+            groups of tokens that always see each other.)
         order: The layout of the tokens, `"full"`, `"right"` or `"packed"`. `te.kernels` explains
             the three words. Required if the mask is causal.
-        batch_size: The number of batch rows, B. Pass it if the mask has a single row, which is then
-            used for every batch row. (`mha` takes segment ids of shape [B, T], so B must be known.)
-            If None, the mask must have at least 2 rows, and B is the number of rows of the mask.
+        batch_size: The number of batch rows, B. `mha` takes segment ids of shape [B, T], so B must
+            be known. If the mask has a single row, it is used for every batch row, so pass B here,
+            also if B is 1. If the mask has 2 or more rows, you may pass None: B is then the number
+            of rows of the mask.
 
     Returns:
         A dictionary of the keyword arguments `causal` and `segment_ids`. `segment_ids` is an int32

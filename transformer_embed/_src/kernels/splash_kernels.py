@@ -44,16 +44,17 @@ def splash_kernels(
 ) -> tuple[Any, Any]:
     """Makes a splash attention kernel for each batch row, and the segment ids.
 
-    Use it for long or packed rows on TPUs. Each kernel skips the tiles in which no pair may attend,
-    for example a tile whose queries and keys are in different documents. (A tile is a rectangle of
-    the mask, such as the queries 0 to 127 and the keys 128 to 255.) A kernel takes one batch row,
-    [heads, T, head_dim], where T is a multiple of the block sizes (128 by default). A kernel takes
-    no bias and does not scale queries, so multiply the queries by `head_dim**-0.5` yourself.
+    Use this function for long or packed rows on TPUs. Splash attention computes a mask in tiles. A
+    tile is a rectangle of the mask, such as the queries 0 to 127 and the keys 128 to 255. Each
+    kernel skips the tiles in which no query may attend to any key, for example if the queries and
+    the keys are in different documents. A kernel takes one batch row, [heads, T, head_dim], where T
+    is a multiple of the block sizes (128 by default). A kernel takes no bias and does not scale
+    queries, so multiply the queries by `head_dim**-0.5` yourself.
 
     Args:
-        mask: The mask, without block ids (which number groups of tokens that always see each
-            other). If the mask is causal or has a window, the keys must be the queries themselves
-            (self-attention), or you must pass `q_offset`.
+        mask: The mask, without block ids. (Block ids number groups of tokens that always see each
+            other.) A mask that is causal or has a window must be a mask of self-attention, in which
+            the keys are the queries themselves. Otherwise, you must pass `q_offset`.
         num_heads: The number of query heads.
         order: The layout of the tokens, `"full"`, `"right"` or `"packed"`. `te.kernels` explains
             the three words. Required if the mask is causal or has a window.
@@ -62,9 +63,9 @@ def splash_kernels(
         q_offset: The index of the first query among the keys, a Python int. Pass it if the keys
             begin with cached tokens, and the tokens of the queries come after them. For example,
             pass 1024 if a cache has 1024 tokens and the queries are the next tokens of the prompt.
-            Query 0 and key 1024 are then the same token. The argument is the `offset` of jax's
-            masks for splash attention. Pass None for self-attention without a cache, and for
-            attention to another sequence.
+            Query 0 and key 1024 are then the same token. jax's masks for this kernel (splash
+            attention) call the argument `offset`. Pass None for self-attention without a cache, and
+            for attention to another sequence.
         is_mqa: Whether the kernels are made by `make_splash_mqa`, for keys and values of a single
             head. If False, they are made by `make_splash_mha`.
         head_shards: The number of devices that the heads are split over.
@@ -76,9 +77,10 @@ def splash_kernels(
         the batch. `segment_ids` is `SegmentIds` of int32 arrays [B, T] and [B, S], or None if there
         is only one segment. Map over both by `jax.vmap`, as in the example. Inside `jax.vmap`, you
         have the kernel of one batch row, and call it like a function. On a mesh, `jax.shard_map`
-        needs a `PartitionSpec` for each array of the kernels. The kernel of a single batch row
-        makes such specs by its method `manual_sharding_spec`. So make the specs of the kernel `row`
-        of the first batch row. Then put the mesh axis of the batch in front of each spec:
+        needs a `PartitionSpec` for each array of `kernels`. First take index 0 of each array. The
+        result `row` is the kernel of the first batch row, and `row.manual_sharding_spec` makes a
+        `PartitionSpec` for each array of `row`. The arrays of `kernels` also have a batch axis in
+        front, so put the mesh axis of the batch in front of each spec:
 
             row = jax.tree.map(lambda array: array[0], kernels)
             specs = row.manual_sharding_spec(NamedSharding(mesh, PartitionSpec("heads", "length")))
@@ -88,10 +90,11 @@ def splash_kernels(
         TypeError: `mask` is not an AttentionMask, or `is_mqa` is not a Python bool. `num_heads`,
             `batch_size`, `q_offset` or a number of shards is not a Python int.
         ValueError: The splash attention kernel cannot express a part of the mask. A block size does
-            not divide the length. The kernel needs more than the 1 MB of scalar memory that a TPU
-            has (see below). The tokens are not in the layout that you pass as `order`. You pass
-            `q_offset`, but the keys from index `q_offset` on are not the same tokens as the
-            queries. (The tokens are not checked inside `jax.jit`.)
+            not divide the length. The row has so many tiles that the numbers about them do not fit
+            into the scalar memory of a TPU, which has 1 MB (see below). The tokens are not in the
+            layout that you pass as `order`. You pass a `q_offset` that does not fit the tokens: the
+            key at index `q_offset` must be the same token as query 0, and so on. (The tokens are
+            not checked inside `jax.jit`.)
 
     Example:
         >>> import jax

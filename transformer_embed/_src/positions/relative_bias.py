@@ -27,8 +27,10 @@ def alibi_slopes(num_heads: int, *, max_bias: float = 8.0) -> Float32[Array, "h"
 
     If num_heads is not a power of two, let n be the largest power of two below num_heads. The first
     n heads get the slopes of a model with n heads. The other heads get every second slope of a
-    model with 2n heads: the first, the third, the fifth, and so on. For example, three heads get
-    both slopes of a model with two heads, then the first slope of a model with four heads.
+    model with 2n heads: the first, the third, the fifth, and so on. For example, with three heads,
+    n is 2. The first two heads get the slopes of a model with two heads, 1/16 and 1/256. A model
+    with four heads has the slopes 1/4, 1/16, 1/64 and 1/256, and the third head gets the first of
+    these slopes, 1/4.
 
     Args:
         num_heads: The number of heads, at least 1.
@@ -50,8 +52,8 @@ def alibi_slopes(num_heads: int, *, max_bias: float = 8.0) -> Float32[Array, "h"
     Source:
         The slopes are from Press et al., "Train Short, Test Long" (2022), section 3,
         https://arxiv.org/abs/2108.12409. For head counts that are not a power of two, the rule is
-        from the authors' code. The code of the model MPT has another rule, which gives the same
-        slopes in the same order.
+        from the authors' code. The code of the model MPT computes the slopes in another way, and
+        gets the same slopes in the same order.
     """
     return jax.device_put(np.array(_slopes(num_heads, max_bias), np.float32))
 
@@ -100,10 +102,11 @@ def alibi_bias(
         The bias, of `dtype`. Shape [B or 1, num_heads, T, S], or [num_heads, T, S] if the positions
         of queries and keys have no batch axis. Distances are exact integers for any two positions.
         A bias is computed in float32 (relative error below 1.8e-7) and rounded once. In float16,
-        biases below -16376 become -16376, and biases above 16376 become 16376. For masked keys,
-        `mask_to_bias` adds -32752 in float16, so the sum of both is finite, and masked keys stay
-        masked. (The limit 16376 is a quarter of the largest number of float16. Other dtypes have
-        such a limit too, but no distance is large enough to reach it.)
+        biases below -16376 become -16376, and biases above 16376 become 16376. This limit is a
+        quarter of the largest number of float16, so that you can add the bias of `mask_to_bias`,
+        which is -32752 at masked keys. The sum of the two biases is finite, and at most -16376 at
+        masked keys, so these keys stay masked. (Other dtypes have such a limit too, but no distance
+        is large enough to reach it.)
 
     Raises:
         TypeError: Positions are not integers, or are a jax array of uint32 or uint64. `causal` is
@@ -165,15 +168,16 @@ def relative_position_buckets(
             last bucket. `max_distance` must be above the number of buckets that hold a single
             distance each, which is `num_buckets // 2` if `causal` is True, and `num_buckets // 4`
             if not.
-        causal: Whether your attention mask hides the keys after the query. There is no default. Set
-            True for T5's decoder. All buckets are then for keys at or before the query, and keys
-            after the query get bucket 0. Set False for T5's encoder. The first half of the buckets
-            is then for keys at or before the query, and the second half for keys after the query.
+        causal: Whether your attention mask hides the keys after the query. Set True for T5's
+            decoder, and False for T5's encoder. There is no default. If True, all buckets are for
+            keys at or before the query, and keys after the query get bucket 0. If False, the first
+            half of the buckets is for keys at or before the query, and the second half for keys
+            after the query.
 
     Returns:
         The buckets, int32, in [0, num_buckets). A bucket is the index of a row in a table of
         biases. Shape [B or 1, T, S], or [T, S] if the positions of queries and keys have no batch
-        axis. Buckets are exact for any two int32 positions.
+        axis. The formula is computed without rounding errors for any two int32 positions.
 
     Raises:
         TypeError: Positions are not integers, or are a jax array of uint32 or uint64. `num_buckets`
@@ -181,8 +185,8 @@ def relative_position_buckets(
         ValueError: A position in a list or a numpy array is outside int32, or positions have a rank
             other than 1 or 2. The queries and the keys have different numbers of batch rows, such
             as 2 and 3. (A single batch row fits any number.) `num_buckets` is below 2, or below 4
-            if `causal` is False. `max_distance` is outside int32, or is not above the number of
-            buckets that hold a single distance each.
+            if `causal` is False. `max_distance` is outside int32, or is too low: it must be above
+            `num_buckets // 2` if `causal` is True, and above `num_buckets // 4` if not.
 
     Example:
         >>> import transformer_embed as te
@@ -190,10 +194,9 @@ def relative_position_buckets(
         [[10, 1, 0, 17, 31]]
 
     Source:
-        The buckets, which are ranges of distances with a common bias, are from Raffel et al.,
-        "Exploring the Limits of Transfer Learning with a Unified Text-to-Text Transformer" (2020),
-        section 2.1, https://arxiv.org/abs/1910.10683. The formula is from the code of the paper,
-        Mesh TensorFlow.
+        A bucket is a range of distances that share a bias. Buckets are from Raffel et al., "T5"
+        (2020), section 2.1, https://arxiv.org/abs/1910.10683. The formula is from the code of the
+        paper, Mesh TensorFlow.
     """
     causal = arguments.flag("causal", causal)
     num_buckets = arguments.integer("num_buckets", num_buckets, at_least=2 if causal else 4)

@@ -16,15 +16,17 @@ def relative_shift(logits: ArrayLike, num_keys: int | None = None) -> Float[Arra
     Use it for attention with relative embeddings (Transformer-XL, XLNet, Music Transformer). In
     these models, one matrix product multiplies each query by the embedding of each distance, so the
     products have a column for each distance. But attention needs a column for each key. This
-    function moves each product into the column of its key. For example, the product of a query with
-    the distance 3 moves to the key 3 tokens before this query. For the query of token 5, this is
-    the column of token 2. The T queries are the last T of the S keys, and the result is
+    function moves each product into the column of its key. For example, take the query of token 5.
+    The key at the distance 3 is the key of token 2, so the product of this query with the distance
+    3 moves into the column of token 2. The T queries are the last T of the S keys, and the result
+    is
 
         result[..., t, s] = logits[..., t, s + T - 1 - t]
 
-    With S keys, column S - 1 of `logits` is for the query's own key. Column S - 2 is for the key
-    one token before the query. If queries also attend to later keys, `logits` has more than S
-    columns, and column S is for the key one token after the query.
+    The columns of `logits` begin with the largest distance. For example, with S = 4 keys, the
+    columns 0, 1, 2 and 3 are for the keys 3, 2, 1 and 0 tokens before the query. Column 3 is for
+    the query's own key. If queries also attend to later keys, `logits` has more columns: column 4
+    is for the key one token after the query.
 
     Args:
         logits: The products of the queries and the embeddings of the distances. Floats of shape
@@ -35,20 +37,23 @@ def relative_shift(logits: ArrayLike, num_keys: int | None = None) -> Float[Arra
             pass R = S distances. If queries also attend to later keys, as in XLNet, pass more
             distances, at most S + T - 1. For example, with T = 2 queries and S = 4 keys, pass R = 5
             distances, because the first query has one later key.
-        num_keys: The number of keys, S. The keys are earlier tokens (the memory of Transformer-XL),
-            then the tokens of the queries. If None, S is the number of columns of `logits`.
+        num_keys: The number of keys, S. The first S - T keys are of earlier tokens (the memory of
+            Transformer-XL), and the last T keys are of the same tokens as the queries. If None, S
+            is the number of columns of `logits`.
 
     Returns:
         A logit for each query and key, of the dtype of `logits`. Shape [..., T, S]. Each column of
         `logits` is for one distance between a query and a key. If `logits` has no column for a
         distance, the keys at this distance get -inf. For example, if you pass as many distances as
-        keys (R = S), all keys after the query get -inf, so no query attends to a later key. The
-        function is differentiable.
+        keys (R = S), the last column is for the query's own key, and no column is for a later key.
+        So all keys after the query get -inf, and no query attends to them. The function is
+        differentiable.
 
     Raises:
         TypeError: `logits` does not hold floats, or `num_keys` is not a Python int.
-        ValueError: `logits` has fewer than two axes. With T queries and S keys, the number of
-            distances (the last axis of `logits`) is not between S and S + T - 1.
+        ValueError: `logits` has fewer than two axes. Or the last axis of `logits`, which has a
+            column for each distance, has a wrong length. With T queries and S keys, the lengths
+            from S to S + T - 1 are allowed.
 
     Example:
         >>> import jax.numpy as jnp

@@ -44,10 +44,10 @@ def apply_gradients(
     The function first traces the optimizer, to check that the new value of each table row depends
     on no other row of the table. (Under `jax.jit`, this happens only once.) The page "Optimizers
     for row-wise training" lists the optimizers that pass this check. Even if an optimizer passes
-    the check, a step with a dense gradient may give another result. For example, Adam passes the
-    check. With a dense gradient, Adam also changes rows whose gradient is zero, but this function
-    leaves these rows as they are. To clip by a global norm, clip the gradients before you call this
-    function.
+    the check, a step with a dense gradient may give a different result from this function. For
+    example, Adam passes the check. With a dense gradient, Adam also changes rows whose gradient is
+    zero, but this function leaves these rows as they are. To clip by a global norm, clip the
+    gradients before you call this function.
 
     Args:
         optimizer: The optax optimizer.

@@ -30,9 +30,9 @@ def pmean(grads: Tree, axis_name: Any) -> Tree:
 
     Returns:
         The mean of each leaf, the same on all devices. For a table, the mean is a `RowGradient`
-        again. It has each table row that has a gradient on at least one device, exactly once. After
-        these rows comes padding, which has an index past the end of the table. In the example, the
-        table has the rows 0 to 5, and padding has the index 9.
+        again. The `RowGradient` has each table row that has a gradient on at least one device,
+        exactly once. After these rows comes padding, whose index is past the end of the table. For
+        example, in a table with the rows 0 to 5, padding may have the index 9.
 
     Raises:
         TypeError: A `RowGradient` was made with a `capacity`, so `value_and_grad` has already

@@ -47,10 +47,11 @@ def exchange_load(
 
     Returns:
         A dict with two entries. `rows` says how many distinct rows each device is asked for. If
-        several devices ask for the same row, the row is counted once. A row is also counted if the
-        requests for it do not fit into the buffers. `rows` is an int64 array with one axis for each
-        mesh axis in `batch_axes`. `dropped` is the number of requests that do not fit into the
-        buffers. In training, `lookup` returns NaN for the ids of these requests.
+        several devices ask for the same row, the row is counted once. `rows` is an int64 array with
+        one axis for each mesh axis in `batch_axes`. `dropped` is the number of requests that do not
+        fit into the buffers of fixed size, in which devices send each other requests. `rows` also
+        counts the rows of these requests. In training, `lookup` returns NaN for the ids of these
+        requests.
 
     Raises:
         TypeError: `ids` are not integers, `ids` are traced, or `max_rows` is not an int.

@@ -63,8 +63,9 @@ class RowGradient(SomeRows):
     `RowGradient` to `optimizer.update` or `optax.apply_updates`.) A `RowGradient` has the `shape`
     and the `dtype` of the table. It is a pytree with two leaves: the `values`, which are the
     nonzero rows of the dense gradient, and the `fingerprint`, a checksum of the rows. Functions
-    like `jax.tree.map` and `optax.global_norm` see both leaves. The numbers in the fingerprint are
-    so small that `optax.global_norm` gives the norm of the values alone.
+    like `jax.tree.map` and `optax.global_norm` see both leaves. `optax.global_norm` adds up the
+    squares of all numbers in both leaves. The numbers in the fingerprint are so small that their
+    squares do not change the sum, so you get the norm of the values alone.
 
     You may multiply a whole gradient by a number, cast it, or average it over devices whose
     gradients have the same row indices. For everything else, use one of these:
@@ -74,9 +75,9 @@ class RowGradient(SomeRows):
     - `te.rows.pmean` averages gradients over devices with different batches.
     - To add the gradients of many batches, scan over the batches inside the loss. (`jax.lax.scan`
       cannot carry a `RowGradient`.)
-    - To return a gradient from `jax.jit`, return `row_indices` and `values`, and make a new
-      `RowGradient` from these arrays outside. (A gradient that was made inside a `jax.jit` can be
-      used only inside this `jax.jit`.)
+    - A gradient that was made inside a `jax.jit` can be used only inside this `jax.jit`. To get the
+      gradient out of the `jax.jit`, return its `row_indices` and `values` from the compiled
+      function. Then make a new `RowGradient` from the two arrays.
 
     Any other function of a gradient may give a wrong result, because it sees only some rows of the
     table. For example, `jax.lax.pmean` over devices with different batches mixes rows, and
@@ -91,9 +92,10 @@ class RowGradient(SomeRows):
     Args:
         row_indices: The indices of the table rows that have a gradient. Integers of shape [k],
             ascending and distinct. An index of `num_rows` or above is padding. Row i is the row of
-            id i, except in a table whose `EmbedderConfig` has `spread=True`. If you passed a
-            `capacity` to `value_and_grad`, each device holds the indices of its own table rows, in
-            ascending order.
+            id i, except in a table whose `EmbedderConfig` has `spread=True`. In such a table,
+            neighbouring ids have rows that are far apart. For example, in a spread table of 12
+            rows, id 1 has row 9. If you passed a `capacity` to `value_and_grad`, each device holds
+            the indices of its own table rows, in ascending order.
         values: The gradients of these rows. Shape [k, d], floating. Rows of padding are zeros.
         num_rows: The number of rows of the table.
 
@@ -116,9 +118,10 @@ class RowGradient(SomeRows):
 
     Edge cases:
         - A scale may be as small as 1e-12. A cast to float16 loses the fingerprint.
-        - The fingerprint is a checksum of the rows. It does not show a change of the values by less
-          than a few percent. If all values in the first 64 rows are below about 1e-26 in magnitude,
-          it shows no change of the values at all.
+        - The fingerprint is a checksum of the rows, by which `apply_gradients` finds out that
+          something changed the values. If the values change by less than a few percent,
+          `apply_gradients` does not notice the change. If all values in the first 64 rows are below
+          about 1e-26 in magnitude, it notices no change of the values at all.
 
     Source:
         TensorFlow's IndexedSlices, https://www.tensorflow.org/api_docs/python/tf/IndexedSlices

@@ -29,9 +29,10 @@ def value_and_grad(
     the loss with respect to the first argument. The gradient of a table holds only the rows that
     the batch reads.
 
-    `ids` is a dict with an entry for each table that is trained by rows. Inside the loss, only
-    `lookup` can read these tables. So if the loss has a term that is computed from all parameters,
-    such as an L2 norm, leave the tables out of this term. The section "Training by rows" of the
+    `ids` is a dict with an entry for each table that is trained by rows: in a step, only the table
+    rows that the batch reads get a gradient. Inside the loss, only `lookup` can read these tables.
+    An L2 norm of all parameters, for example, would read the tables without `lookup`. So if the
+    loss has such a term, compute the term without the tables. The section "Training by rows" of the
     reference page says what happens otherwise. To add the gradients of many batches, or to average
     them over devices, see the page "Training loops".
 
@@ -79,9 +80,9 @@ def value_and_grad(
         number of rows that the devices can ask one device for.
 
     Raises:
-        TypeError: The ids are not integers, or a table has a dtype that is not floating. The loss
-            reads a table by another operation than `lookup`, although the table has an entry in
-            `ids`.
+        TypeError: The ids are not integers, or a table has a dtype that is not floating. A table
+            has an entry in `ids`, but the loss applies an operation other than `lookup` to the
+            table.
         ValueError: A name in `ids` fits no parameter or several parameters, or two names fit the
             same parameter. The parameter of a name is not a table [vocab_size, d]. A layer of the
             loss pads or spreads the rows of a table, and `config` is not the config of this layer.

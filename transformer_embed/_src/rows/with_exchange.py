@@ -23,10 +23,11 @@ def with_exchange(
 
     Use it to evaluate a model on many devices, or with `jax.grad` to train tables densely. It is
     for tables whose rows are split over explicit mesh axes. In an ordinary `lookup`, each device
-    makes an array with a row for each id of all devices, and the devices add up these arrays. For
-    example, if 4 devices look up 1000 ids each, each array has 4000 rows. In the function that
-    `te.rows.with_exchange` returns, each device asks only for the distinct rows of its own ids,
-    here at most 1000 rows. A row is sent by a device that holds it, the owner of the row.
+    makes an array that has a row for each id that any of the devices looks up, and the devices add
+    up these arrays. For example, if 4 devices look up 1000 ids each, each device makes an array of
+    4000 rows. In the function that `te.rows.with_exchange` returns, each device asks only for the
+    distinct rows of its own ids, here at most 1000 rows. A row is sent by a device that holds it,
+    the owner of the row.
 
     Args:
         function: A function of (params, ...). In this function, only `lookup` may read the tables
@@ -45,9 +46,9 @@ def with_exchange(
         A function that has the arguments of `function` and returns the same result.
 
     Raises:
-        TypeError: The ids are not integers, or a table has a dtype that is not floating. `function`
-            reads a table by another operation than `lookup`, although the table has an entry in
-            `ids`.
+        TypeError: The ids are not integers, or a table has a dtype that is not floating. A table
+            has an entry in `ids`, but `function` applies an operation other than `lookup` to the
+            table.
         ValueError: `value_and_grad` with a `capacity` would raise a ValueError for the same
             arguments, for example because the rows of no table are split.
 

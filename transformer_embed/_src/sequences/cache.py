@@ -42,10 +42,11 @@ def write_cache(cache: Any, new: Any, slot: ArrayLike) -> tuple[Any, Bool[Array,
             single batch row, it is written into every batch row of the cache. Token positions
             without a batch axis are also used for every batch row. The `block_ids` of a cache
             number groups of tokens that always see each other. If the new tokens have no
-            `block_ids`, they are in no group. A cache may have the tokens of a tree, in which
-            several tokens can follow the same token (`TokenPositions.from_parents`). You can also
-            write an ordinary sequence into such a cache. Under a causal mask, each of the new
-            tokens is then seen by all tokens at later positions.
+            `block_ids`, they are in no group. A cache may hold a tree of tokens, in which several
+            tokens can follow the same token (`TokenPositions.from_parents`). A causal mask then
+            hides each branch from the other branches. If you write an ordinary sequence into such a
+            cache, its tokens are in no branch: a causal mask lets all tokens at later positions see
+            them.
         slot: Integers that say into which slots the new tokens are written. You can pass the first
             slot of each batch row, or the slot of each token.
 
@@ -73,12 +74,16 @@ def write_cache(cache: Any, new: Any, slot: ArrayLike) -> tuple[Any, Bool[Array,
 
     Raises:
         TypeError: `slot` does not hold integers.
-        ValueError: The pytrees differ in structure, or their arrays differ in dtype or do not fit
-            in shape. `slot` has a shape that is not listed above, or has a slot that is outside the
-            cache and is not -1. (Slots in a jax array are not checked.) There are more new tokens
-            than slots, and `slot` does not give the slot of each token. `slot` has shape [n], but n
-            is both the number of batch rows and the number of new tokens, and the new tokens have
-            no batch axis. (Pass shape [1, n] for the slot of each token.)
+        ValueError: There are several causes:
+
+            - The pytrees differ in structure, or their arrays differ in dtype or do not fit in
+              shape.
+            - `slot` has a shape that is not listed above.
+            - A slot is outside the cache and is not -1. (Slots in a jax array are not checked.)
+            - There are more new tokens than slots, and `slot` does not give the slot of each token.
+            - `slot` is ambiguous. The new tokens have no batch axis, `slot` has shape [n], and
+              there are n batch rows and n new tokens. Pass shape [1, n] for the slot of each token,
+              or give the new tokens a batch axis for the first slot of each batch row.
 
     Example:
         >>> import jax.numpy as jnp
