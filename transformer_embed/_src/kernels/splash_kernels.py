@@ -53,8 +53,9 @@ def splash_kernels(
 
     Args:
         mask: The mask, without block ids. (Block ids number groups of tokens that always see each
-            other.) A mask that is causal or has a window must be a mask of self-attention, in which
-            the keys are the queries themselves. Otherwise, you must pass `q_offset`.
+            other.) If the mask is causal or has a window, the keys must be the queries themselves
+            (self-attention). If such a mask is for queries that follow cached tokens, pass
+            `q_offset`.
         num_heads: The number of query heads.
         order: The layout of the tokens, `"full"`, `"right"` or `"packed"`. `te.kernels` explains
             the three words. Required if the mask is causal or has a window.
