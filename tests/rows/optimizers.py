@@ -197,8 +197,8 @@ Even if `te.rows.apply_gradients` accepts your optimizer, a row-wise step does n
 
 **Your own transformations.** `te.rows.apply_gradients` checks that an optimizer computes each table row from that row alone. It does not check what an optimizer does with numbers that all rows share, such as a step count. So two kinds of transformations raise no error, although they are wrong for tables. Do not use them:
 
-- Some transformations sum gradients, and apply the sum only in some steps, for example in every fourth step. A row-wise step updates only the rows of its batch. So if a row is not in the batch of the step that applies the sum, the sum of this row is not applied. An example is `apply_every` of optax. `te.rows.apply_gradients` knows it, and raises an error. (A learning rate that is 0 in some steps is allowed.)
-- Some transformations compute with the number of rows of the table: they divide by this number, or choose a method by it. In a row-wise step, a transformation gets blocks of at most 1024 rows instead of the whole table, so the number is wrong.
+- Some transformations sum gradients, and apply the sum only in some steps, for example in every fourth step. A row-wise step updates only the rows of its batch. So step 4 applies the sum of a row only if the row is in the batch of step 4. An example is `apply_every` of optax. `te.rows.apply_gradients` knows it, and raises an error. (A learning rate that is 0 in some steps is allowed.)
+- Some transformations compute with the number of rows of the table: they divide by this number, or choose a method by it. A row-wise step, which updates only the table rows of the batch, passes blocks of at most 1024 rows to a transformation, and not the whole table. So the number is wrong.
 
 ## You can use these
 
