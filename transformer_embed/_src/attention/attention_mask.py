@@ -136,9 +136,9 @@ class AttentionMask(Mask):
         section 3.1, https://arxiv.org/abs/2004.05150. Segments are from Raffel et al., "T5" (2020),
         section 3.5.2, https://arxiv.org/abs/1910.10683. Chunks are the blocks of the "fixed
         pattern" in Child et al., "Generating Long Sequences with Sparse Transformers" (2019),
-        section 4.3, https://arxiv.org/abs/1904.10509. The tokens of a block of `block_ids` all
-        attend to each other, like the prefix of a text in section 3.2.1 of the T5 paper. Gemma 3 in
-        transformers has several such blocks in one text: one for each image.
+        section 4.3, https://arxiv.org/abs/1904.10509. Groups of tokens that all see each other
+        (`block_ids`) are like the prefix of a text in section 3.2.1 of the T5 paper. Gemma 3 in
+        transformers has several such groups in one text: one for each image.
     """
 
     queries: TokenPositions
@@ -326,14 +326,14 @@ class AttentionMask(Mask):
             [[1, 0, 0, 0], [2, 1, 0, 0], [0, 0, 1, 0], [0, 0, 2, 1]]
 
         Edge cases:
-            Sometimes a tile gets the kind 1 in place of 0 or 2: no pair of the tile may attend, or
-            all pairs may, but `tile_kinds` does not know it. A kernel that masks this tile still
-            gives the right result.
+            Sometimes a tile gets the kind 1, although no pair of the tile may attend (kind 0) or
+            all pairs may (kind 2), because `tile_kinds` does not find that out. A kernel that masks
+            this tile still gives the right result.
 
-            This may happen in two kinds of masks. In the first, the tokens have block ids, the
-            numbers of groups of tokens that always see each other (from
-            `TokenPositions.with_block_ids`). In the second, you set both `sinks` and `chunk`. For
-            all other masks, every tile gets its exact kind in two cases:
+            This may happen in two kinds of masks. In the first, the tokens have block ids (from
+            `TokenPositions.with_block_ids`). They number groups of tokens that always see each
+            other. In the second, you set both `sinks` and `chunk`. For all other masks, every tile
+            gets its exact kind in two cases:
 
             - self-attention of padded or packed rows, if all sequences of a batch row begin at the
               same position;

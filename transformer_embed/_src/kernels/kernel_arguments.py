@@ -182,8 +182,8 @@ def mha_kwargs(
         order: The layout of the tokens, `"full"`, `"right"` or `"packed"`. `te.kernels` explains
             the three words. Required if the mask is causal.
         batch_size: The number of batch rows, B. `mha` takes segment ids of shape [B, T], so B must
-            be known. If the mask has a single row, it is used for every batch row, so pass B here,
-            also if B is 1. If the mask has 2 or more rows, you may pass None: B is then the number
+            be known. If the mask has a single row, pass B, even if B is 1. The row is then used for
+            every batch row. If the mask has 2 or more rows, you may pass None: B is then the number
             of rows of the mask.
 
     Returns:

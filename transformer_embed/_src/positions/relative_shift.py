@@ -14,12 +14,12 @@ def relative_shift(logits: ArrayLike, num_keys: int | None = None) -> Float[Arra
     """Moves the logits of relative distances to the keys at these distances.
 
     Use it for attention with relative embeddings (Transformer-XL, XLNet, Music Transformer). In
-    these models, one matrix product multiplies each query by the embedding of each distance, so the
-    products have a column for each distance. But attention needs a column for each key. This
-    function moves each product into the column of its key. For example, take the query of token 5.
-    The key at the distance 3 is the key of token 2, so the product of this query with the distance
-    3 moves into the column of token 2. The T queries are the last T of the S keys, and the result
-    is
+    these models, one matrix product gives the dot product of each query with the embedding of each
+    distance. The result has a row for each query and a column for each distance. But attention
+    needs a column for each key. This function moves each product into the column of its key. For
+    example, take the query of token 5. The key at the distance 3 is the key of token 2, so the
+    product of this query with the distance 3 moves into the column of token 2. The T queries are
+    the last T of the S keys, and the result is
 
         result[..., t, s] = logits[..., t, s + T - 1 - t]
 
@@ -52,8 +52,8 @@ def relative_shift(logits: ArrayLike, num_keys: int | None = None) -> Float[Arra
     Raises:
         TypeError: `logits` does not hold floats, or `num_keys` is not a Python int.
         ValueError: `logits` has fewer than two axes. Or the last axis of `logits`, which has a
-            column for each distance, has a wrong length. With T queries and S keys, the lengths
-            from S to S + T - 1 are allowed.
+            column for each distance, has a wrong length. With T queries and S keys, it must have at
+            least S and at most S + T - 1 columns.
 
     Example:
         >>> import jax.numpy as jnp

@@ -117,11 +117,11 @@ class ModelType(NamedTuple):
             the entry `sliding_window_pattern` = 6, every sixth layer has the second kind. The field
             `phase` says which of the first six layers has it. If `kinds` is empty, the kinds of the
             layers are known only from a list in config.json.
-        phase: The index of the first layer that has the second of the two `kinds`, for models in
-            which every nth layer has this kind. For example, with n = 3 and `phase` = 0, the layers
-            0, 3, 6 and so on have the second kind. A negative index counts back from layer n. So
-            with n = 3 and `phase` = -1, the first of these layers is layer 2, and the layers 2, 5,
-            8 and so on have the second kind.
+        phase: In some models, every nth layer has the second of the two `kinds`. `phase` is the
+            index of the first such layer. For example, with n = 3 and `phase` = 0, the layers 0, 3,
+            6 and so on have the second kind. The index -1 means layer n - 1. So with n = 3 and
+            `phase` = -1, the first of these layers is layer 2, and the layers 2, 5, 8 and so on
+            have the second kind.
         rotates: Which layers use rotary embeddings. If empty, all layers use them, except kinds
             that never rotate, such as "linear_attention". If "sliding_attention", only the layers
             with a sliding window use them. If "sliding or all", it depends on the checkpoint: in a
@@ -153,13 +153,12 @@ class ModelType(NamedTuple):
             `NTKScaling` takes.
         has_alibi: Whether the model adds `alibi_bias` to the attention logits.
         entries: Some of the entries of config.json that this type reads, as a dict {name: default}.
-            If config.json leaves an entry out, the default is used. Other entries that the type
-            reads follow from other fields. For example, every type with rotary embeddings (the
-            field `rotary`) reads the entry `rope_theta`. Such an entry is in the dict only if it
-            has an unusual default: the usual default of `rope_theta` is 10000, so the dict has
-            `rope_theta` only if this type has another default. Entries that are named by the field
-            `start`, `scale` or `rotary` are not in the dict. The method `names_of_entries` returns
-            all entries that the type reads.
+            If config.json leaves an entry out, the default is used. The type also reads the entries
+            that its other fields stand for. For example, every type with rotary embeddings (the
+            field `rotary`) reads the entry `rope_theta`. Such an entry is in the dict only if its
+            default differs from the usual one, which is 10000 for `rope_theta`. Entries that are
+            named by the field `start`, `scale` or `rotary` are not in the dict. The method
+            `names_of_entries` returns all entries that the type reads.
         unread: Entries of config.json that this model type does not read, although similar model
             types do. This package always uses the default value of such an entry. If config.json
             has the entry, its value is ignored or raises an error (see the method `status`).
@@ -173,8 +172,8 @@ class ModelType(NamedTuple):
             "logit_scale: lm_head_multiplier logits_scaling" says that the entry `logit_scale` may
             also be called `lm_head_multiplier` or `logits_scaling`. Other names are looked up
             before the name of the entry. So here, `lm_head_multiplier` is used if config.json has
-            it, or else `logits_scaling`, or else `logit_scale`. If `aliases` is empty, no entry has
-            other names for this model type only.
+            it, or else `logits_scaling`, or else `logit_scale`. If `aliases` is empty, this model
+            type has no names of its own.
         head: The names that the module of the output layer may have. The first name that is in the
             file is used.
         has_conv1d: Whether the weights of linear layers are stored as [in, out], as in GPT-2.

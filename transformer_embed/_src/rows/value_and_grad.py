@@ -65,9 +65,10 @@ def value_and_grad(
             ids must be split over the same axes. The requests of a device to one owner go into a
             buffer of fixed size. The buffer has room for at least `capacity` times the mean number
             of requests, counted for a batch whose ids are all different. If all owners are equally
-            likely to be asked (see `EmbedderConfig.spread`), 1.0 is enough, because some room is
-            added for random differences. Otherwise pass a larger number, such as 2.0. For an id
-            that does not fit, `lookup` returns NaN. `exchange_load` counts the ids that do not fit.
+            likely to be asked (see `EmbedderConfig.spread`), 1.0 is enough, because the package
+            adds some room for random differences. Otherwise pass a larger number, such as 2.0. For
+            an id that does not fit, `lookup` returns NaN. `exchange_load` counts the ids that do
+            not fit.
 
     Returns:
         A function that you call like the loss. It returns (value, gradients), or ((value, aux),

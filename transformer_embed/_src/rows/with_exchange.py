@@ -23,11 +23,11 @@ def with_exchange(
 
     Use it to evaluate a model on many devices, or with `jax.grad` to train tables densely. It is
     for tables whose rows are split over explicit mesh axes. In an ordinary `lookup`, each device
-    makes an array that has a row for each id that any of the devices looks up, and the devices add
-    up these arrays. For example, if 4 devices look up 1000 ids each, each device makes an array of
-    4000 rows. In the function that `te.rows.with_exchange` returns, each device asks only for the
-    distinct rows of its own ids, here at most 1000 rows. A row is sent by a device that holds it,
-    the owner of the row.
+    makes an array with one row for every id of all devices, and fills in the rows that it holds.
+    The devices then add up these arrays. For example, if 4 devices look up 1000 ids each, each
+    device makes an array of 4000 rows. In the function that `te.rows.with_exchange` returns, each
+    device asks only for the distinct rows of its own ids, here at most 1000 rows. A row is sent by
+    a device that holds it, the owner of the row.
 
     Args:
         function: A function of (params, ...). In this function, only `lookup` may read the tables
@@ -37,8 +37,8 @@ def with_exchange(
         config: The `EmbedderConfig` of the token table, if it pads or spreads the table rows.
         capacity: A factor for the size of the buffers through which devices exchange rows, a number
             above 0. A buffer has room for at least `capacity` times the mean number of requests. If
-            all devices are equally likely to be asked for rows, 1.0 is enough, because some room is
-            added for random differences. Otherwise pass a larger number, such as 2.0.
+            all devices are equally likely to be asked for rows, 1.0 is enough, because the package
+            adds some room for random differences. Otherwise pass a larger number, such as 2.0.
         max_rows: A bound on the number of distinct ids that each device looks up in a table. If
             None, there is no bound.
 

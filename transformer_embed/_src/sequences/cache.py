@@ -81,9 +81,10 @@ def write_cache(cache: Any, new: Any, slot: ArrayLike) -> tuple[Any, Bool[Array,
             - `slot` has a shape that is not listed above.
             - A slot is outside the cache and is not -1. (Slots in a jax array are not checked.)
             - There are more new tokens than slots, and `slot` does not give the slot of each token.
-            - `slot` is ambiguous. The new tokens have no batch axis, `slot` has shape [n], and
-              there are n batch rows and n new tokens. Pass shape [1, n] for the slot of each token,
-              or give the new tokens a batch axis for the first slot of each batch row.
+            - `slot` has shape [n], and could mean two things, because the new tokens have no batch
+              axis, and there are n batch rows and n new tokens. For one slot per token, pass `slot`
+              in shape [1, n]. For the first slot of each batch row, give the new tokens a batch
+              axis.
 
     Example:
         >>> import jax.numpy as jnp
