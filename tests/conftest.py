@@ -1,4 +1,4 @@
-"""Sets up a test run: eight CPU devices, and checked shapes and dtypes on each call.
+"""Sets up a test run: eight CPU devices, and functions that check the shapes and dtypes of arrays.
 
 The tests run on the CPU, on a machine with a GPU too, because only the CPU can be divided into eight
 devices. If you set JAX_PLATFORMS, your choice is kept. Only `pytest -m gpu` runs on a GPU.
