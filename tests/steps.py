@@ -141,8 +141,10 @@ def trained(seed, config, optimizer, form, *, kind, table, ids, where="none", ca
     step = jax.jit(step, donate_argnums=(0, 1))
     plain = {NAME: {"embeddings": start(config, seed)}}
     unsplit = dataclasses.replace(config, row_multiple=1, spread=False)
+    # Inside of the mesh, each draw would compile it again.
+    padded = te.pretrained.resize(plain, unsplit, config)
     with jax.set_mesh(on):
-        params = put(on, te.pretrained.resize(plain, unsplit, config), *table)
+        params = put(on, padded, *table)
         place = lambda leaf: leaf if leaf.ndim else put(on, leaf)
         carry, losses = (params, jax.tree.map(place, optimizer.init(params))), []
         if form == "scanned":
@@ -155,9 +157,12 @@ def trained(seed, config, optimizer, form, *, kind, table, ids, where="none", ca
             parts = [put(on, part, None, *ids) for part in by_part]
             carry, losses = jax.jit(functools.partial(jax.lax.scan, one))(carry, parts)
         else:
+            placement = jax.tree.map(lambda leaf: leaf.sharding, [*carry])
             for batch in zip(*batches(seed), strict=True):
                 parts = [put(on, part, *ids) for part in zip(*batch, strict=True)]
                 *carry, value = step(*carry, parts)
+                # XLA may split them in another way, for which the next step would be compiled again.
+                carry = jax.device_put(carry, placement)
                 losses.append(float(value))
     # Outside of the mesh, and of padding.
     params = te.pretrained.resize(jax.tree.map(np.asarray, carry[0]), config, unsplit)

@@ -1,6 +1,8 @@
 """The proof that an optimizer updates each row from that row alone: what passes, and what is
 refused for which reason."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -47,12 +49,16 @@ def test_the_numbers_of_rows_are_primes_that_no_array_has():
     """65,537 is the first prime that would be taken."""
     tables = [jax.ShapeDtypeStruct([9, 2], jnp.float32), jax.ShapeDtypeStruct([9, 5], jnp.float32)]
     others = {"w": jax.ShapeDtypeStruct([65_537], jnp.float32)}
-    grads = {"t": [te.rows.RowGradient([1], jnp.ones([1, each.shape[1]]), 9) for each in tables]}
-    params = {"t": tables} | others
-    trees = grads | others, params, (), {}
-    leaves, treedef = jax.tree.flatten(trees, is_leaf=is_gradient)
-    found = row_check.find_tables(lambda _: (), treedef, dict(enumerate(leaves)))
-    primes = [table.prime for table in found]
+    primes = []
+
+    def find(_):
+        rows = [te.rows.RowGradient([1], jnp.ones([1, each.shape[1]]), 9) for each in tables]
+        trees = {"t": rows} | others, {"t": tables} | others, (), {}
+        leaves, treedef = jax.tree.flatten(trees, is_leaf=is_gradient)
+        found = row_check.find_tables(lambda _: (), treedef, dict(enumerate(leaves)))
+        primes.extend(table.prime for table in found)
+
+    jax.eval_shape(find, 0)
     # The next two primes after 65,537.
     assert primes == [65_539, 65_543]
     assert [n for n in range(2, 50) if step_tables.is_prime(n)] == [
@@ -83,14 +89,21 @@ def test_row_of_any_shape_trains_as_in_the_dense_step():
     table, ids = np.ones([9, 2], np.float32), np.array([2, 3, 5, 7])
     changes = {text: eval(f"lambda g: {text}", globals()) for text in APART}
 
+    each_of = lambda values: {name: change(values[name]) for name, change in changes.items()}
+    every = transformation(lambda updates, state: (each_of(updates), state))
+
     @jax.jit
     def tables(table, values):
-        grads, update = te.rows.RowGradient(ids, values, 9), te.rows.apply_gradients
-        return {name: update(stateless(f), grads, (), table)[0] for name, f in changes.items()}
+        """The tables after a step, and what each change makes of the gradient."""
+        copies = dict.fromkeys(changes, table)
+        grads = dict.fromkeys(changes, te.rows.RowGradient(ids, values, 9))
+        after, _ = te.rows.apply_gradients(every, grads, (), copies)
+        return after, each_of(dict.fromkeys(changes, values))
 
-    for name, found in tables(table, gradient).items():
+    after, updates = tables(table, gradient)
+    for name, found in after.items():
         expected = table.copy()
-        expected[ids] += changes[name](jnp.asarray(gradient))
+        expected[ids] += updates[name]
         np.testing.assert_allclose(found, expected, rtol=1e-6, err_msg=name)
 
 
@@ -112,16 +125,22 @@ def test_many_tables_share_the_traces_of_one_step():
 @pytest.mark.slow
 def test_the_proof_holds_in_strict_modes():
     params = jax.tree.map(jnp.asarray, PARAMS)
-    for mode in (jax.disable_jit(), jax.transfer_guard("disallow")):
-        with mode:
-            after = jax.jit(lambda params: step(stateless(jnp.negative), params)[0])(params)
-        equal(np.asarray(after["t"])[:4, 0], [0, 1, 1, -1])
+    negated = lambda params: step(stateless(jnp.negative), params)[0]
+    with jax.transfer_guard("disallow"):
+        after = jax.jit(negated)(params)
+    equal(np.asarray(after["t"])[:4, 0], [0, 1, 1, -1])
+    with jax.disable_jit():
+        # The proof is made while the step is traced: nothing need be computed.
+        assert jax.eval_shape(negated, params) == jax.eval_shape(lambda tree: tree, params)
+        with pytest.raises(ValueError, match="iota tells rows apart"):
+            jax.eval_shape(functools.partial(step, BY_PLACE), params)
 
 
 def test_apply_every_may_train_other_parameters_than_tables():
     kinds = {"t": optax.sgd(0.25), "w": optax.chain(optax.apply_every(2), optax.sgd(0.1))}
-    after, _ = step(optax.multi_transform(kinds, {"t": "t", "w": "w"}))
-    equal(after["t"][:4, 0], [0.75, 1, 1, 0.5])
+    optimizer = optax.multi_transform(kinds, {"t": "t", "w": "w"})
+    after, _ = jax.jit(functools.partial(step, optimizer))(PARAMS)
+    equal(np.asarray(after["t"])[:4, 0], [0.75, 1, 1, 0.5])
 
 
 # --- what is refused

@@ -7,32 +7,31 @@ from layouts import HAS_NESTED_MAPS
 
 # `test_optimizers.py` tries every optimizer of optax; these differ in the state that they keep.
 OPTIMIZERS = [
+    "optax.adam(optax.linear_schedule(0.1, 0.05, 3))",
     "optax.sgd(0.1)",
     "optax.sgd(0.1, momentum=0.9, nesterov=True)",
-    "optax.adam(optax.linear_schedule(0.1, 0.05, 3))",
     "optax.adamw(0.1, weight_decay=0.1)",
-    "optax.adagrad(0.1)",
+    "steps.row_wise_adagrad(0.1)",
     "optax.lion(0.01)",
     "optax.masked(optax.chain(optax.centralize(), optax.trace(0.9), optax.clip(0.3), optax.sgd(0.1)), True)",
-    "steps.row_wise_adagrad(0.1)",
+    "optax.adagrad(0.1)",
 ]
 OVER_ALL = ("data", "model", "extra")
 # The axes of the rows, for an exchange, and those of ids, which hold them.
 EXCHANGES = [
     (P("model"), P(("data", "model"))),
     (P(("data", "model")), P(("data", "model"))),
+    (P("model"), P("data", "model")),
     (P(("extra", "data")), P(OVER_ALL)),
     (P(OVER_ALL), P(OVER_ALL)),
-    (P("model"), P("data", "model")),
 ]
 OTHERS = [
     (P(), P("data")),
     (P("model"), P("data")),
-    (P("model"), P(("data", "model"))),
     (P(None, "model"), P("data")),
-    (P(None, "model"), P(("data", "model"))),
     (P("data", "model"), P("data")),
     (P(("data", "model")), P(None, "model")),
+    (P(None, "model"), P(("data", "model"))),
     (P(OVER_ALL), P()),
 ]
 
@@ -56,20 +55,20 @@ def dtypes(of):
 
 SPACE = draws.Space(
     {
-        "kind": ("explicit", "explicit", "explicit", "automatic", "mixed"),
-        "where": ("none", "none", "none", "none", "inside")[: 5 if HAS_NESTED_MAPS else 1],
+        "kind": ("explicit", "explicit", "mixed", "explicit", "automatic"),
+        "where": ("none", "none", "inside", "none", "none")[: 5 if HAS_NESTED_MAPS else 1],
         "capacity": lambda of: (
             (None, 1.0, 2.5) if (of["kind"], of["where"]) == ("explicit", "none") else (None,)
         ),
         "layout": layouts,
         "optimizer": OPTIMIZERS,
-        "form": ("one", "added", "together", "bounded", "scanned"),
+        "form": ("one", "bounded", "added", "together", "scanned"),
         "out_of_range": ("zero", "clip"),
         "pad_id": (3, None, -1),
         "spread": (False, True),
         "dtype": dtypes,
     },
-    default=13,
+    default=12,
     quick=1,
 )
 
