@@ -186,7 +186,9 @@ def test_a_gradient_of_mixed_rows_updates_them_by_nan(kind):
     def steps(step, params):
         _, grads = step(loss)(params)
         doubled, signs = (jax.tree.map(change, grads) for change in (lambda g: 2 * g, jnp.sign))
-        changed = [doubled, signs, add(grads, signs), add(signs, grads)]
+        changed = [doubled, signs, add(grads, signs)]
+        if kind == "plain":
+            changed.append(add(signs, grads))
         # Each updates a table of its own, so that the step is proven once.
         tables, of_tables = zip(*[(params["t"], each["t"]) for each in changed], strict=True)
         return te.rows.apply_gradients(optimizer, of_tables, optimizer.init(tables), tables)[0]
@@ -195,4 +197,4 @@ def test_a_gradient_of_mixed_rows_updates_them_by_nan(kind):
     gradient = np.zeros([6, 3], np.float32)
     np.add.at(gradient, IDS, 1)
     near(doubled, TABLE - gradient, rtol=1e-5)
-    equal(mixed, [np.where(gradient, np.nan, TABLE)] * 3)
+    equal(mixed, [np.where(gradient, np.nan, TABLE)] * len(mixed))
