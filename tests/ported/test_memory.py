@@ -11,12 +11,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from compare import near
-from sample import KEY
+from drawn import drawn
 
 import transformer_embed as te
 
 VOCAB, WIDTH, HEADS, HEAD_DIM, LENGTH, MEMORY = 29, 16, 2, 8, 5, 7
 IDS = np.random.default_rng(0).integers(0, VOCAB, (2, 3 * LENGTH + 1)).astype(np.int32)
+NO_MEMORY = np.zeros((2, MEMORY, WIDTH), np.float32)
 
 
 def weights(name, *shape):
@@ -97,12 +98,13 @@ def new_segment(ids, memory):
 
 def trained(segment, params):
     """The mean loss of three segments, each of which sees the states of the one before."""
-    model = hk.without_apply_rng(hk.transform(segment))
+    # A segment is traced once.
+    step = jax.jit(hk.without_apply_rng(hk.transform(segment)).apply)
 
     def loss(params):
-        memory, total = jnp.zeros([2, MEMORY, WIDTH]), 0.0
+        memory, total = NO_MEMORY, 0.0
         for start in range(0, 3 * LENGTH, LENGTH):
-            value, memory = model.apply(params, IDS[:, start : start + LENGTH + 1], memory)
+            value, memory = step(params, IDS[:, start : start + LENGTH + 1], memory)
             total += value / 3
         return total, memory
 
@@ -111,11 +113,12 @@ def trained(segment, params):
 
 @pytest.mark.slow
 def test_a_model_with_memory_keeps_its_parameters_values_and_gradients():
-    init = lambda segment: jax.jit(hk.transform(segment).init)(
-        KEY, IDS[:, : LENGTH + 1], jnp.zeros([2, MEMORY, WIDTH])
+    params, new_params = (
+        drawn(hk.transform(segment).init, IDS[:, : LENGTH + 1], NO_MEMORY)
+        for segment in (old_segment, new_segment)
     )
-    params = init(old_segment)
-    assert jax.tree.map(jnp.shape, init(new_segment)) == jax.tree.map(jnp.shape, params)
+    assert jax.tree.map(jnp.shape, new_params) == jax.tree.map(jnp.shape, params)
+    params = jax.tree.map(lambda leaf: 0.3 * np.asarray(leaf), params)
     (expected, memory), gradients = trained(old_segment, params)
     (found, new_memory), new_gradients = trained(new_segment, params)
     near(found, expected, rtol=1e-6)
