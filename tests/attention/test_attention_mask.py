@@ -33,21 +33,22 @@ def test_a_tile_of_one_block_id_needs_no_mask():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("dtype", [np.int8, np.uint8])
-def test_batches_of_a_short_dtype_mean_the_same(dtype):
+def test_batches_of_a_short_dtype_mean_the_same():
     """Row indices, chunks and names of segments may not fit the dtype of a smaller transfer."""
-    length = 2 * (np.iinfo(dtype).max + 1)
+    length = 512
     segments = np.arange(length) * 4 // length + 1
     tokens = TokenPositions(np.arange(length) % (length // 4), segment_ids=segments)
-    short = jax.tree.map(lambda array: array.astype(dtype), tokens)
+    window, chunk = {"window": (length // 9, 0)}, {"chunk": length}
 
-    def forms(tokens, **rule):
-        mask = AttentionMask(tokens, causal=True, **rule)
-        of_row = RowRule(mask, "a kernel", "packed").segment_ids()
-        return mask.tile_kinds((length // 16,) * 2), mask.tile(9, 0, (90, 90)), of_row
+    def forms(tokens):
+        mask = AttentionMask(tokens, causal=True, **window, **chunk)
+        masks = (AttentionMask(tokens, causal=True, **rule) for rule in (window, chunk))
+        of_rows = [RowRule(mask, "a kernel", "packed").segment_ids() for mask in masks]
+        return mask.tile_kinds((length // 16,) * 2), mask.tile(9, 0, (90, 90)), of_rows
 
-    for rule in ({"window": (length // 9, 0)}, {"chunk": length}):
-        equal(forms(short, **rule), forms(tokens, **rule))
+    expected = forms(tokens)
+    for dtype in (np.int8, np.uint8):
+        equal(forms(jax.tree.map(lambda array, to=dtype: array.astype(to), tokens)), expected)
 
 
 @pytest.mark.slow
@@ -62,7 +63,7 @@ def test_a_long_chain_is_a_tree():
 # --- sinks
 
 
-@pytest.mark.parametrize("sinks", [1, 2, 3, 5])
+@pytest.mark.parametrize("sinks", [2, 5])
 @pytest.mark.parametrize("first", [0, 1])
 def test_sinks_are_the_keys_below_a_position(sinks, first):
     """With a window of one token, counted from the position and not from the place in the row."""

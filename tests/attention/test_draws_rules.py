@@ -30,8 +30,12 @@ OTHERS = {
 
 
 def others(chosen):
-    """What hides the other trees of a row is their causal mask."""
-    return [name for name in OTHERS if chosen["kind"] not in batches.TREES or name != "or global"]
+    """A joined mask is two rules to compile, so a mask alone has three of the turns.
+
+    What hides the other trees of a row is their causal mask.
+    """
+    is_tree = chosen["kind"] in batches.TREES
+    return ["", "", *(name for name in OTHERS if not (is_tree and name == "or global"))]
 
 
 def keys(chosen):
@@ -61,7 +65,7 @@ SELF = draws.Space(
         ),
         "start": ["0, 0", "2, 3"],
     },
-    default=20,
+    default=18,
     quick=4,
 )
 PROGRAM = """\
@@ -155,7 +159,7 @@ CACHES = draws.Space(
         **batches.rule_options(lambda chosen: chosen["step"] == "drafts"),
         "outside": lambda chosen: [0] + [1] * (chosen["mode"] != "eager"),
     },
-    default=12,
+    default=10,
     quick=3,
 )
 CACHE_PROGRAM = """\

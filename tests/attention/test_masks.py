@@ -15,12 +15,12 @@ import transformer_embed as te
 def test_a_bias_hides_keys_to_the_bit_and_a_wholly_masked_row_has_a_gradient(dtype):
     logits, mask = np.array([0.5, -1.0, 2.0, 0.25], dtype), np.array([True, False, True, False])
     softmax = jax.jit(lambda x, mask: jax.nn.softmax(x + te.mask_to_bias(mask, dtype)))
-    hidden = softmax(logits, mask)
+    hidden = np.asarray(softmax(logits, mask))
     equal(hidden[~mask], 0)
     equal(hidden[mask], jax.jit(jax.nn.softmax)(logits[mask]))
     # Half of the lowest value is so large that logits round away.
     of_first = lambda x: softmax(x, ~mask & mask)[0].astype(jnp.float32)
-    even, gradient = jax.value_and_grad(of_first)(jnp.asarray(logits))
+    even, gradient = jax.jit(jax.value_and_grad(of_first))(logits)
     assert even == 0.25
     assert np.isfinite(np.asarray(gradient, np.float32)).all()
 
