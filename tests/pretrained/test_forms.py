@@ -1,6 +1,7 @@
 """One model in many forms: of files, of names, of config.json and `settings=`, saved again or not."""
 
 import dataclasses
+import functools
 import json
 import tempfile
 from pathlib import Path
@@ -8,7 +9,6 @@ from pathlib import Path
 import draw_coverage
 import draws
 import jax
-import jax.numpy as jnp
 import numpy as np
 import pytest
 from checkpoints import (
@@ -134,6 +134,7 @@ def entries(folder, case, said):
     return options
 
 
+@functools.cache
 def plain(name):
     """The model as the library saves it."""
     path, options = stored(name)
@@ -145,11 +146,11 @@ def expected_of(chosen):
     found = plain(chosen.name)
     multiple = 1 if chosen.split == "None" else 8
     config = dataclasses.replace(found.config, param_dtype=chosen.dtype, row_multiple=multiple)
-    params = jax.tree.map(lambda leaf: leaf.astype(chosen.dtype), dict(found.params))
+    params = jax.tree.map(lambda leaf: np.asarray(leaf).astype(chosen.dtype), dict(found.params))
     more = [(0, config.rows - config.vocab_size), (0, 0)]
     module = f"{ROOT}token_embedding"
     params[module] = {
-        name: jnp.pad(leaf, more[: leaf.ndim]) for name, leaf in params[module].items()
+        name: np.pad(leaf, more[: leaf.ndim]) for name, leaf in params[module].items()
     }
     prefix = PART * (chosen.said == "a part") + chosen.prefix
     names = {key: prefix + name for key, name in found.names.items()}

@@ -5,6 +5,7 @@ import json
 import pathlib
 
 import pytest
+from cases import few
 from checkpoints import (
     CASES,
     EMBED_TOKENS,
@@ -27,18 +28,29 @@ import transformer_embed as te
 from transformer_embed._src.pretrained import layer_parts
 from transformer_embed._src.pretrained.own_files import decode_from_json
 
+FORMS = golden("published_forms.json", object_hook=decode_from_json)
 
-@pytest.mark.parametrize("case", golden("published_forms.json", object_hook=decode_from_json))
-def test_published_forms_are_read_and_read_back(case):
+
+def of_form(case):
+    return load_table(case["entries"], length=case.get("length"), **case["tensors"])
+
+
+@pytest.mark.parametrize("case", FORMS)
+def test_published_forms_are_read(case):
     """What files of published models say, and which layers, rotations, masks and biases they mean;
     the file says why."""
-    found = load_table(case["entries"], length=case.get("length"), **case["tensors"])
+    found = of_form(case)
     # Attention has a test of its own.
     layers = tuple(
         dataclasses.replace(each, attention=None, norm_eps=None) for each in found.layers
     )
     values = found._asdict() | vars(found.config) | {"rotary": rotary_of(found), "layers": layers}
     assert {field: values[field] for field in case["expected"]} == case["expected"]
+
+
+@pytest.mark.parametrize("case", few(FORMS, 26))
+def test_published_forms_are_read_back(case):
+    found = of_form(case)
     save_embedder("saved", *found)
     again = load_embedder("saved")
     assert (again.config, again.layers, again.bias) == (found.config, found.layers, found.bias)
