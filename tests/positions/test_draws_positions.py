@@ -54,7 +54,7 @@ SINUSOIDS = draws.Space(
         "axes": ["None", "(1, 0)"],
         "mode": list(draws.MODES),
     },
-    default=12,
+    default=10,
     quick=5,
 )
 
@@ -119,7 +119,7 @@ ROTATIONS = draws.Space(
         "dtype": DTYPES,
         "mode": list(draws.MODES),
     },
-    default=12,
+    default=10,
     quick=5,
 )
 
@@ -170,7 +170,7 @@ BIASES = draws.Space({
     "buckets": ["32, max_distance=128", "8, max_distance=20", "48, max_distance=81", "4, max_distance=2**30"],
     "causal": [True, False],
     "mode": list(draws.MODES),
-}, default=12, quick=5)  # fmt: skip
+}, default=10, quick=5)  # fmt: skip
 
 
 @pytest.mark.parametrize("number", BIASES.numbers())
@@ -205,7 +205,7 @@ SCALES = draws.Space(
         "dtype": ["int8", "int32", "uint16", "uint32"],
         "mode": [mode for mode in draws.MODES if mode not in ("shard_map", "exported")],
     },
-    default=12,
+    default=10,
     quick=8,
 )
 

@@ -34,15 +34,22 @@ def test_logits_are_moved_as_by_a_loop(queries, num_keys, columns):
     logits = np.random.default_rng(0).normal(size=(2, 3, queries, columns)).astype(np.float32)
     expected = by_loop(logits, num_keys)
     shift = functools.partial(te.relative_shift, num_keys=num_keys)
+    narrow = [logits.astype(dtype) for dtype in (jnp.bfloat16, jnp.float16)]
+
+    @jax.jit
+    def shifted(logits, narrow):
+        of_default = te.relative_shift(logits) if columns == num_keys else shift(logits)
+        of_rows = jax.vmap(shift)(logits), shift(logits[0, 0])
+        return of_default, shift(logits), *of_rows, *map(shift, narrow)
+
     equal(shift(logits), expected)
-    equal(jax.jit(shift)(logits), expected)
-    equal(jax.vmap(shift)(logits), expected)
-    equal(shift(logits[0, 0]), expected[0, 0])
-    if columns == num_keys:
-        equal(te.relative_shift(logits), expected)
-    for dtype in (jnp.bfloat16, jnp.float16):
-        narrow = jnp.asarray(logits, dtype)
-        equal(shift(narrow).astype(jnp.float32), by_loop(narrow.astype(jnp.float32), num_keys))
+    *of_float32, of_row, brain, half = map(np.asarray, shifted(logits, narrow))
+    for found in of_float32:
+        equal(found, expected)
+    equal(of_row, expected[0, 0])
+    for found, given in zip((brain, half), narrow, strict=True):
+        assert found.dtype == given.dtype
+        equal(found.astype(np.float32), by_loop(given.astype(np.float32), num_keys))
 
 
 def test_a_column_gets_the_gradient_of_the_keys_at_its_distance():
@@ -52,7 +59,7 @@ def test_a_column_gets_the_gradient_of_the_keys_at_its_distance():
         moved = te.relative_shift(logits)
         return jnp.sum(jnp.where(jnp.isfinite(moved), moved, 0) * weights)
 
-    gradient = jax.grad(loss)(np.ones((3, 5), np.float32))
+    gradient = jax.jit(jax.grad(loss))(np.ones((3, 5), np.float32))
     expected = np.zeros((3, 5))
     for query in range(3):
         for key in range(5 - (2 - query)):
@@ -66,9 +73,9 @@ def test_attention_of_transformer_xl_equals_an_embedding_for_each_pair():
     normal = lambda *shape: random.normal(size=shape).astype(np.float32)
     queries, keys, u, v = normal(2, 3, 2, 4), normal(2, 5, 2, 4), normal(2, 4), normal(2, 4)
     of_distance = np.asarray(te.sinusoidal_encoding(np.arange(5), 8)).reshape(5, 2, 4)
-    content = jnp.einsum("bthd,bshd->bhts", queries + u, keys)
-    distance = jnp.einsum("bthd,rhd->bhtr", queries + v, of_distance[::-1])
-    logits = content + te.relative_shift(distance)
+    content = np.einsum("bthd,bshd->bhts", queries + u, keys)
+    distance = np.einsum("bthd,rhd->bhtr", queries + v, of_distance[::-1])
+    logits = content + np.asarray(te.relative_shift(distance))
     mask = te.AttentionMask(te.TokenPositions([2, 3, 4]), te.TokenPositions(range(5)), causal=True)
     mask = np.broadcast_to(mask.dense(), logits.shape)
     equal(np.isfinite(logits), mask)
@@ -76,8 +83,8 @@ def test_attention_of_transformer_xl_equals_an_embedding_for_each_pair():
         pair = (queries[b, t, h] + u[h]) @ keys[b, s, h]
         pair += (queries[b, t, h] + v[h]) @ of_distance[t + 2 - s, h]
         near(logits[b, h, t, s], pair, rtol=1e-5, atol=1e-5)
-    both = te.mask_to_bias(mask) + logits
-    assert np.isfinite(jax.nn.softmax(both)).all()
+    both = np.asarray(te.mask_to_bias(mask)) + logits
+    assert np.isfinite(jax.jit(jax.nn.softmax)(both)).all()
 
 
 def test_axes_that_are_split_and_sizes_that_are_symbols():

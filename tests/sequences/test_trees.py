@@ -11,7 +11,10 @@ import transformer_embed as te
 T = te.TokenPositions
 
 
-@pytest.mark.parametrize("length", [1, 2, 5, 8, 17, 31])
+on_device = jax.jit(T.from_parents)
+
+
+@pytest.mark.parametrize("length", [1, 2, 8, 31])
 def test_chains_and_cycles_of_any_length(length):
     """Paths are followed in steps of doubled length, and must be followed to the end."""
     chain = np.arange(length) - 1
@@ -21,15 +24,15 @@ def test_chains_and_cycles_of_any_length(length):
         # Token n of the chain is at the place order[n].
         parents = np.full(length, -1)
         parents[order[1:]] = order[:-1]
-        for make in (T.from_parents, jax.jit(T.from_parents)):
-            tree = make(parents)
+        for make in (T.from_parents, on_device):
+            tree = jax.tree.map(np.asarray, make(parents))
             equal(tree.positions[order], np.arange(length))
             equal(tree.places[order], np.arange(length))
             equal(tree.ends[order], [length] * length)
         parents[order[0]] = order[-1]
         with pytest.raises(ValueError, match=r"^parents: wanted trees of tokens, got a cycle"):
             T.from_parents(parents)
-        assert not jax.jit(T.from_parents)(parents).padding_mask.any()
+        assert not np.asarray(on_device(parents).segment_ids).any()
     # A tail that ends in a cycle is a cycle, too.
     chain[0] = min(1, length - 1)
     with pytest.raises(ValueError, match=r"got a cycle"):
