@@ -80,11 +80,11 @@ def round_up(d_model, parts=1):
 # Widths, and a formula of the width d.
 SINUSOIDS = {
     "Vaswani et al. (2017), Keras, trax, XLM": (
-        [1, 2, 6, 7],
+        [1, 6, 7],
         "np.where(np.arange(d) % 2, np.cos(of_the_paper(d)), np.sin(of_the_paper(d)))",
     ),
     "tensor2tensor, fairseq, M2M100, flaxformer, Flax's wmt and lm1b examples, PegasusX, axlearn, praxis": (
-        [2, 3, 8, 9],
+        [2, 9],
         "halves(log_timescales(d // 2))",
     ),
     "Whisper, MaxText": ([16], "halves(log_timescales(d // 2))"),
@@ -130,15 +130,15 @@ def test_diffusers_time_steps(shift):
 GRIDS = {
     "tensor2tensor, 2-D (height first)": (
         (3, 5),
-        [12, 14],
+        [14],
         "halves(log_timescales(d // 4), positions=at)",
     ),
     "positional-encodings, 2-D (height first)": (
         (3, 5),
-        [12, 14, 15],
+        [12, 15],
         "interleaved(round_up(d, 2), at)",
     ),
-    "positional-encodings, 3-D": ((2, 3, 4), [12, 16], "interleaved(round_up(d, 3), at)"),
+    "positional-encodings, 3-D": ((2, 3, 4), [16], "interleaved(round_up(d, 3), at)"),
     # get_2d_sincos_pos_embed: omega = 1 / 10000 ** (arange(d / 4) / (d / 4)).
     "MAE (width first)": ((3, 5), [24], "halves(1 / 10000 ** (np.arange(6) / 6), positions=at)"),
     # posemb_sincos_2d: omega = 1 / 10000 ** (arange(d / 4) / (d / 4 - 1)).
@@ -265,7 +265,7 @@ BIASES = {
 
 @every(BIASES)
 def test_biases(name):
-    ours = made(name, dots="query_positions, key_positions, num_heads=n", **OF_SIX)
+    ours = np.asarray(made(name, dots="query_positions, key_positions, num_heads=n", **OF_SIX))
     near(ours.reshape(BIASES[name].shape), BIASES[name], rtol=2e-7)
 
 
@@ -365,7 +365,7 @@ def found_in(value):
     if not isinstance(value, dict):
         return value
     embedder = te.Embedder(te.EmbedderConfig(8, 4, None, **value))
-    ((path, _),) = embedder.init(jax.random.key(0)).items()
+    ((path, _),) = jax.eval_shape(embedder.init, jax.random.key(0)).items()
     return embedder.apply({path: {"embeddings": TABLE}}, None, IDS, is_training=False)
 
 
@@ -386,9 +386,9 @@ def test_positions_are_counted_at_padding_unless_it_is_named():
     )
 
 
-IDS_OF_ROW = jnp.array([[1, 1, 1, 2, 2, 0, 0, 0]])
-PLACES = jnp.array([[0, 1, 2, 0, 1, 0, 0, 0]])
-SHIFTED = jnp.array([[1, 1, 0, 1, 0, 0, 0, 0]], bool)
+IDS_OF_ROW = np.array([[1, 1, 1, 2, 2, 0, 0, 0]])
+PLACES = np.array([[0, 1, 2, 0, 1, 0, 0, 0]])
+SHIFTED = np.array([[1, 1, 0, 1, 0, 0, 0, 0]], bool)
 # The batch as they make it, the call of the page, and the mask of the labels that it names, if any.
 PACKED = {
     "grain, which packs a feature `ids`": {"ids_positions": PLACES, "ids_segment_ids": IDS_OF_ROW},
@@ -400,7 +400,7 @@ PACKED = {
     "axlearn; `target_labels` are shifted": {
         "input_positions": PLACES,
         "input_segment_ids": IDS_OF_ROW,
-        "target_labels": jnp.where(SHIFTED, 7, -1),
+        "target_labels": np.where(SHIFTED, 7, -1),
     },
     "Tunix": {"segment_positions": PLACES, "segment_ids": IDS_OF_ROW},
     "Levanter, ejkernel: segments from 0, padding is -1": {"segment_ids": IDS_OF_ROW - 1},
@@ -507,7 +507,7 @@ def log_probs(*arguments, **options):
     """Of labels, or of an output layer and labels."""
     *output, labels = arguments
     found = te.linear_log_probs(X, *(output or [WEIGHT]), labels, **options)
-    return jnp.stack(found) if isinstance(found, tuple) else found
+    return np.stack(found) if isinstance(found, tuple) else np.asarray(found)
 
 
 OF_LOSSES = {

@@ -260,6 +260,7 @@ def test_sampling_keeps_the_most_probable_ids():
     logits = np.random.default_rng(12).normal(size=(50, 9)).astype(np.float32) * 2
     probs = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
     got = [page.keep_top_k(logits, 3), page.keep_top_p(logits, 0.8), page.keep_min_p(logits, 0.2)]
+    got = [np.asarray(each) for each in got]
     for row, of_row in enumerate(probs):
         best_first = np.argsort(-of_row)
         enough = 1 + int(np.argmax(np.cumsum(of_row[best_first]) >= 0.8))
@@ -267,7 +268,7 @@ def test_sampling_keeps_the_most_probable_ids():
         wanted.append({index for index, p in enumerate(of_row) if p >= 0.2 * of_row.max()})
         kept = [set(np.flatnonzero(np.isfinite(each[row]))) for each in got]
         assert kept == wanted
-    near(jnp.where(jnp.isfinite(got[1]), got[1], logits), logits)
+    near(np.where(np.isfinite(got[1]), got[1], logits), logits)
 
 
 # --- recipes: images, and layers inside a model
@@ -499,7 +500,7 @@ def test_labels_of_parameters_name_tables_matrices_and_vectors(layers):
     page, *_ = layers
     options = {"output": te.OutputConfig(tied=False, bias=True), "layer_norm_eps": 1e-6}
     config = te.EmbedderConfig(8, 4, te.Learned(9), **options)
-    params = te.Embedder(config).init(jax.random.key(0)) | {"linear": {"w": jnp.ones((2, 2))}}
+    params = drawn(te.Embedder(config).init) | {"linear": {"w": np.ones((2, 2))}}
     labels = jax.tree.leaves(page.label_parameters(params))
     assert {label: labels.count(label) for label in labels} == {
         "table": 3,
@@ -618,7 +619,13 @@ PATTERNS = {
 }
 
 
-@pytest.mark.parametrize("seed", range(3))
+@functools.cache
+def pattern_of(name):
+    """The page's function, which is read out of the page once."""
+    return vars(functions_of(FOLDER / "mask_patterns.md", name))
+
+
+@pytest.mark.parametrize("seed", range(2))
 @pytest.mark.parametrize(("call", "pairs"), PATTERNS.items())
 def test_patterns_of_masks_hold_in_other_batches(call, pairs, seed):
     name, rng = call.partition("(")[0], np.random.default_rng(seed)
@@ -629,13 +636,14 @@ def test_patterns_of_masks_hold_in_other_batches(call, pairs, seed):
     names |= dict(zip(("step", "size", "reach"), sizes, strict=True))
     for array, (of_query, of_key) in ((tokens.positions, "qk"), (flags, "fg"), (groups, "ab")):
         names |= {of_query: np.asarray(array)[:, :, None], of_key: np.asarray(array)[:, None]}
-    mask = eval(call, names | vars(functions_of(FOLDER / "mask_patterns.md", name)))
+    mask = eval(call, names | pattern_of(name))
     allowed = (segments[:, :, None] == segments[:, None]) & (segments[:, None] > 0)
     allowed &= eval(pairs, names)
-    np.testing.assert_array_equal(mask.dense()[:, 0], allowed)
-    kinds, tiles = mask.tile_kinds((8, 8)), allowed.reshape(3, 3, 8, 3, 8)
-    assert not tiles.any((2, 4))[kinds == 0].any()
-    assert tiles.all((2, 4))[kinds == 2].all()
+    np.testing.assert_array_equal(np.asarray(mask.dense())[:, 0], allowed)
+    if seed == 0:
+        kinds, tiles = np.asarray(mask.tile_kinds((8, 8))), allowed.reshape(3, 3, 8, 3, 8)
+        assert not tiles.any((2, 4))[kinds == 0].any()
+        assert tiles.all((2, 4))[kinds == 2].all()
 
 
 def test_text_sees_its_latest_image_and_a_token_of_a_tree_few_ancestors():
@@ -647,9 +655,10 @@ def test_text_sees_its_latest_image_and_a_token_of_a_tree_few_ancestors():
     texts = te.TokenPositions.from_segment_ids([[1, 1, 2, 2, 0], [1, 1, 1, 1, 1]])
     got = page.latest_image(texts, images, te.TokenPositions.from_segment_ids(of_patches)).dense()
     expected = (images[:, :, None] == of_patches[:, None]) & (images[:, :, None] > 0)
-    np.testing.assert_array_equal(got[:, 0], expected)
+    np.testing.assert_array_equal(np.asarray(got)[:, 0], expected)
     tree = te.TokenPositions.from_parents([[-1, 0, 1, 1, 3, -1, -2]])
-    seen = [np.flatnonzero(row).tolist() for row in page.tree_in_a_window(tree, 2).dense()[0, 0]]
+    mask = np.asarray(page.tree_in_a_window(tree, 2).dense())
+    seen = [np.flatnonzero(row).tolist() for row in mask[0, 0]]
     assert seen == [[0], [0, 1], [0, 1, 2], [0, 1, 3], [1, 3, 4], [5], []]
 
 

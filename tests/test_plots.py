@@ -211,7 +211,7 @@ def test_rotary_points_are_rotated_heads(ax, positions, head_dim, pairs, scaling
         channels = [pair, pair + head_dim // 2]
         heads = np.zeros([len(positions), 1, head_dim], np.float32)
         heads[..., pair] = radius
-        rotated = te.apply_rotary(heads, positions, scaling=scaling)[:, 0, channels]
+        rotated = np.asarray(te.apply_rotary(heads, positions, scaling=scaling))[:, 0, channels]
         near(line.get_xydata(), rotated, atol=ROTATED)
         assert np.abs(line.get_xdata()).max() < ax.get_xlim()[1]
     assert texts(ax.texts) == [f"{position:g}" for position in positions]
@@ -236,8 +236,9 @@ def test_no_text_of_a_rotary_picture_lies_on_another(length, head_dim, inches):
 def test_bias_shows_the_head_and_leaves_out_masked_pairs(ax, dtype):
     allowed = np.tri(12, dtype=bool)
     allowed[0, :2] = False, True
-    bias = te.alibi_bias(np.arange(12), np.arange(12), num_heads=4, causal=True, dtype=dtype)[2]
-    plots.plot_bias(bias + te.mask_to_bias(allowed, dtype), ax=ax)
+    biases = te.alibi_bias(np.arange(12), np.arange(12), num_heads=4, causal=True, dtype=dtype)
+    bias = np.asarray(biases)[2]
+    plots.plot_bias(bias + np.asarray(te.mask_to_bias(allowed, dtype)), ax=ax)
     equal(image(ax).mask, ~allowed)
     equal(image(ax).compressed(), np.asarray(bias, np.float64)[allowed])
 
