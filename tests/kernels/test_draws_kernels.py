@@ -33,7 +33,7 @@ SPACE = draws.Space(
         "sides": sides,
         "mode": ["eager", "jit"],
     },
-    default=40,
+    default=30,
     quick=14,
 )
 PROGRAM = """\

@@ -55,7 +55,7 @@ SPACE = draws.Space(
         "split": ["None", "None", "P(None, 'x')", "P('y', 'x')"],
         "is_saved_again": [False, True],
     },
-    default=90,
+    default=84,
     quick=30,
 )
 PART = "thinker."

@@ -74,12 +74,11 @@ def test_a_negative_number_of_tokens_makes_the_row_padding():
 def test_a_mask_with_gaps_is_one_sequence():
     """As `from_ids` of the same places, with every option."""
     random = np.random.default_rng(0)
-    for ndim in (1, 2):
-        ids = random.integers(0, 3, (4, 9)[-ndim:])
-        for options in ({}, {"start": 2, "at_padding": 1}):
-            tokens = T.from_mask(ids != 0, **options)
-            equal(tokens, T.from_ids(ids, pad_id=0, **options))
-            equal(jax.jit(functools.partial(T.from_mask, **options))(ids != 0), tokens)
+    for shape, options in (((9,), {}), ((4, 9), {"start": 2, "at_padding": 1})):
+        ids = random.integers(0, 3, shape)
+        tokens = T.from_mask(ids != 0, **options)
+        equal(tokens, T.from_ids(ids, pad_id=0, **options))
+        equal(jax.jit(functools.partial(T.from_mask, **options))(ids != 0), tokens)
     tokens = T.from_mask([[False, True, False, True]], start=2, at_padding=1)
     equal(tokens.positions, [[1, 2, 1, 3]])
     assert T.from_mask(np.zeros((2, 0), bool)).positions.shape == (2, 0)
