@@ -299,7 +299,8 @@ def _check_form(name, got, want, exact):
 
 
 def _rows_alone(f, batches):
-    return [jax.jit(jax.vmap(f))(*batch) for batch in batches]
+    mapped = jax.jit(jax.vmap(f))
+    return [mapped(*batch) for batch in batches]
 
 
 def _split(f, batches, axes):
