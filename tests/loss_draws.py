@@ -9,6 +9,8 @@ import jax.numpy as jnp
 import numpy as np
 import platforms
 from draws import call as call_in_mode
+from jax.experimental import checkify
+from jax.extend.core import Literal, jaxpr_as_fun
 from meshes import AUTO, EXPLICIT, mesh_of, put
 
 import transformer_embed as te
@@ -342,11 +344,28 @@ def _call(mode, with_gradients, batches):
     if mode in SPLITS:
         return _split(SPLITS[mode], with_gradients, batches)
     if mode == "debug_nans":
-        # As jax arrays, which functions that are not compiled get as they are.
-        batches = jax.tree.map(jnp.asarray, batches)
-        with jax.debug_nans(True), jax.disable_jit():
-            return call_in_mode("eager", with_gradients, batches)
+        return _without_nans(with_gradients, batches)
     return call_in_mode(mode, with_gradients, batches)
+
+
+def _without_nans(f, batches):
+    """Refuses what `jax_debug_nans` refuses without jit: a NaN from any operation, or a constant.
+
+    jax would compile each operation by itself. Here one program checks all of them.
+    """
+    with jax.disable_jit():
+        program, shapes = jax.make_jaxpr(f, return_shape=True)(*batches[0])
+    operands = [operand for equation in program.eqns for operand in equation.invars]
+    constants = [operand.val for operand in operands if isinstance(operand, Literal)]
+    for constant in map(np.asarray, (*program.consts, *constants)):
+        assert not jnp.issubdtype(constant.dtype, jnp.floating) or not np.isnan(constant).any()
+    checked = jax.jit(checkify.checkify(jaxpr_as_fun(program), errors=checkify.nan_checks))
+    found = []
+    for batch in batches:
+        error, leaves = checked(*jax.tree.leaves(batch))
+        error.throw()
+        found.append(jax.tree.unflatten(jax.tree.structure(shapes), leaves))
+    return found
 
 
 # How explicit axes split x and the table; labels are split as x, or whole.

@@ -48,14 +48,17 @@ def mesh_of(kind, shape=(2, 2)):
 
 
 @pytest.mark.parametrize("policy", ["nan", "clip", "zero"])
-@pytest.mark.parametrize("content", [np.nan, -np.inf])
-def test_padding_reads_as_zeros_whatever_the_table_holds(policy, content):
-    read = functools.partial(te.lookup, ids=[2, 1, 2], pad_id=2, out_of_range=policy)
+def test_padding_reads_as_zeros_whatever_the_table_holds(policy):
+    def total(table):
+        rows = te.lookup(table, [2, 1, 2], pad_id=2, out_of_range=policy)
+        return rows.sum(), rows
+
+    step = jax.jit(jax.grad(total, has_aux=True))
     table = TABLE.copy()
-    table[2] = content
-    equal(read(table), [np.zeros(WIDTH), TABLE[1], np.zeros(WIDTH)])
-    gradient = jax.grad(lambda table: read(table).sum())(table)
-    assert_gradient(gradient, [1], np.ones((1, WIDTH)))
+    for table[2] in (np.nan, -np.inf):
+        gradient, rows = step(table)
+        equal(rows, [np.zeros(WIDTH), TABLE[1], np.zeros(WIDTH)])
+        assert_gradient(gradient, [1], np.ones((1, WIDTH)))
 
 
 @pytest.mark.slow
@@ -195,7 +198,7 @@ OF_X = [], ["a"], ["a", "b"], [None, "a"], [("a", "b")], [None, None, "a"]
 def test_logits_of_any_explicit_layout_are_split_as_the_tokens_and_the_table():
     """While they are traced; values are drawn."""
     mesh = meshes.mesh_of((2, 2), ("a", "b"), EXPLICIT)
-    x, table = jnp.ones((4, 4, 4)), jnp.ones((8, 4))
+    x, table = np.ones((4, 4, 4), np.float32), np.ones((8, 4), np.float32)
     with jax.set_mesh(mesh):
         for of_x, of_table in itertools.product(OF_X, AXES):
             arrays = put(mesh, x, *of_x), put(mesh, table, *of_table)
