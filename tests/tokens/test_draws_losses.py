@@ -1,6 +1,8 @@
 """Losses of output layers, drawn from the product of all of their options, beside a loop over tokens
 in float64: values, and gradients in every argument that has one."""
 
+import types
+
 import draws
 import jax
 import loss_draws
@@ -106,8 +108,7 @@ SPACE = draws.Space(
         "order": orders,
         "hostile": lambda chosen: (False, True, True)[: 3 - 2 * strict_nans(chosen)],
     },
-    # 20 draws meet every value. The 26th has second derivatives of a cross-entropy of many labels.
-    default=26,
+    default=24,
     quick=8,
 )
 NUMBERS = {"temperature": 0.7, "label_smoothing": 0.2, "z_loss": 0.1}
@@ -292,11 +293,31 @@ def check(number, chosen, batch, values, gradients):
 
 
 ON_GPU = SPACE.on_gpu()
+# What a draw has beside the options of `SECOND`.
+ORDINARY = {
+    "mode": "x64", "dtypes": ("float64",) * 2, "tokens": (3, 4), "vocab": 8, "candidates": 0,
+    "shift": 1, "segments": None, "mask": "tokens", "weights": None, "temperature": None,
+    "label_smoothing": None, "z_loss": None, "with_metrics": False, "with_entropy": False,
+    "reduction": "mean", "beta": None, "bias": "plain", "vocab_axis": 1, "softcap": 2.0,
+    "scale": 3.0, "size": 1.0, "pad_id": 2, "chunk_size": 5, "ties": False, "order": 2,
+    "hostile": False,
+}  # fmt: skip
+OF_CROSS_ENTROPY = {"weights": "tokens", "label_smoothing": "tokens", "z_loss": "column"}
+SECOND = [
+    {"function": "cross_entropy", **OF_CROSS_ENTROPY},
+    {"function": "log_probs", "temperature": "row", "with_entropy": True},
+]
 
 
 @pytest.mark.parametrize("number", SPACE.numbers())
 def test_loss_equals_loop_over_tokens(number):
     run(number, SPACE.choices(number))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("options", SECOND)
+def test_second_derivatives_of_all_options_at_once_equal_loop_over_tokens(options):
+    run(0, types.SimpleNamespace(**ORDINARY | options))
 
 
 @pytest.mark.gpu
