@@ -61,14 +61,15 @@ def shifts(chosen):
 
 
 def orders(chosen):
-    """Second derivatives, where float32 holds them and jax has them.
+    """Second derivatives, where float32 holds them, jax has them, and they are not 0.
 
     They take twice as long. Lists that differ have turns of their own, so each group of functions
     meets them.
     """
     is_wide = chosen["dtypes"][0] in ("float32", "float64") and chosen["size"] < 1e4
     has_second = chosen["mode"] not in ("debug_nans", "shard_map")
-    if not is_wide or not has_second or chosen["function"] == "logits":
+    is_zero = chosen["ties"] or chosen["mask"] == "none counted" or 0 in chosen["tokens"]
+    if not is_wide or not has_second or is_zero or chosen["function"] == "logits":
         return (1,)
     if chosen["function"] == "cross_entropy":
         return (1, 2)
