@@ -49,11 +49,9 @@ def check_arrays(function):
 
 
 def form_of(value):
-    """Returns all of a value that its check depends on, as something hashable."""
-    if isinstance(value, tuple | list):
+    """Returns the class of a value, and the shape and the dtype of each array that is in it."""
+    if isinstance(value, tuple):
         return type(value), *map(form_of, value)
-    if isinstance(value, dict):
-        return type(value), *zip(value, map(form_of, value.values()), strict=True)
     if isinstance(value, jax.Array | np.ndarray):
         return type(value), value.shape, value.dtype
     return type(value)
