@@ -12,23 +12,25 @@ from compare import near
 from jax import P
 
 TABLES = [
-    P(None, "model"),
     P(None, ("extra", "model")),
-    P("model", "extra"),
-    P(("model", "extra")),
     P(),
+    P("model", "extra"),
+    P("model"),
+    P(None, "model"),
+    P(("model", "extra")),
     P("model"),
 ]
-OVER_DATA = [P(("data", "model")), P("data"), P("data", "model")]
+OVER_DATA = [P(("data", "model")), P("data", "model"), P("data")]
+BATCHES_IN_MAPS = [P("data"), P(("data", "model")), P("data", "model")]
 BATCHES = [
-    P("data"),
     P(("data", "model")),
-    P("data", "model"),
-    P(("model", "data")),
+    P("data"),
     P(None, "model"),
     P(None, None, "model"),
-    P("data", None, "model"),
+    P(("model", "data")),
+    P("data", "model"),
     P(),
+    P("data", None, "model"),
 ]
 
 
@@ -43,7 +45,7 @@ def tables(of):
 def batches(of):
     if of["where"] == "none":
         return BATCHES
-    return BATCHES[: 1 if of["kind"] == "automatic" else 3]
+    return BATCHES_IN_MAPS[: 1 if of["kind"] == "automatic" else 3]
 
 
 def parts(of):
@@ -63,8 +65,8 @@ def orders(of):
 
 SPACE = draws.Space(
     {
-        "kind": ("mixed", "explicit", "explicit", "automatic"),
-        "where": ("outside", "none", "inside", "none") if layouts.HAS_NESTED_MAPS else ("none",),
+        "kind": ("mixed", "automatic", "explicit", "explicit"),
+        "where": ("inside", "none", "outside", "none") if layouts.HAS_NESTED_MAPS else ("none",),
         "table": tables,
         "x": batches,
         "part": parts,
