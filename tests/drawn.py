@@ -8,14 +8,19 @@ def normal(seed, *shape):
     return np.random.default_rng(seed).normal(size=shape).astype(np.float32)
 
 
-def drawn(init, *arguments):
-    """In the tree, shapes and dtypes that an init gives, drawn by NumPy: an init is compiled for
-    each shape, in half a second."""
+def drawn(init, *arguments, scale=1.0):
+    """Draws by NumPy the tree of an init, with its shapes and dtypes.
+
+    An init would be compiled for each shape, in half a second.
+    """
     shapes = jax.eval_shape(lambda: init(jax.random.key(0), *arguments))
     random = np.random.default_rng(0)
-    return jax.tree.map(
-        lambda leaf: jax.device_put(random.normal(0.5, 1, leaf.shape).astype(leaf.dtype)), shapes
-    )
+
+    def leaf_of(shape):
+        values = scale * random.normal(0.5, 1, shape.shape)
+        return jax.device_put(values.astype(shape.dtype))
+
+    return jax.tree.map(leaf_of, shapes)
 
 
 def positions(kind, seed, *shape):

@@ -108,7 +108,7 @@ def test_logits_depend_on_earlier_tokens_and_through_positions_on_their_order(po
     """Without any, the last byte of a causal layer sees a set."""
     init, apply = language_model.model(positions)
     ids = np.array([[1, 1, 4, 5, 9, 9], [9, 5, 1, 4, 1, 9], [1, 1, 4, 5, 8, 9]], np.uint8)
-    params = jax.tree.map(lambda leaf: 0.3 * np.asarray(leaf), drawn(init, ids))
+    params = drawn(init, ids, scale=0.3)
     ordered, shuffled, other = np.asarray(jax.jit(apply)(params, ids))
     assert np.allclose(ordered[-1], shuffled[-1], atol=1e-5) == (positions == "none")
     np.testing.assert_allclose(ordered[:4], other[:4], atol=1e-6)

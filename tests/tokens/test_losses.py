@@ -155,14 +155,15 @@ def test_second_derivatives_of_divergence_hold_at_equality_and_where_both_are_ti
     same = [0.5, -1.0, 0.2, 0.9]
     # Of the student, then of the teacher.
     logits = np.float32([[[2, 0, -60, -63], same], [[1, 0, -61, -60], same]])
-    table, direction = np.eye(4, dtype=np.float32), normal(10, *logits.shape)
+    table, direction = np.eye(4), normal(10, *logits.shape)
 
     @jax.jit
     def second_derivatives(logits):
         def slope(logits):
             def total(logits):
                 student, teacher = logits
-                given = student, table, teacher, table
+                of_dtype = table.astype(logits.dtype)
+                given = student, of_dtype, teacher, of_dtype
                 values = te.linear_divergence(*given, reduction="none", **kind)
                 return values.sum(), values
 
@@ -186,11 +187,16 @@ def test_second_derivatives_of_divergence_hold_at_equality_and_where_both_are_ti
     found, values = jax.device_get(second_derivatives(logits))
     near(found, want, atol=1e-5)
     assert values[1] == 0
-    p = np.exp(same) / np.exp(same).sum()
+    with jax.enable_x64():
+        in_float64, (_, value) = jax.device_get(second_derivatives(np.float64(logits)))
+    assert value == 0
+    p = np.exp(np.float64(logits[0, 1]))
+    p /= p.sum()
     beta = kind.get("beta")
     size = beta * (1 - beta) if beta else 1
-    at_equality = size * (np.diag(p) - np.outer(p, p)) @ (direction[0, 1] - direction[1, 1])
-    near(found[:, 1], [at_equality, -at_equality], atol=1e-6)
+    of_student, of_teacher = np.float64(direction[:, 1])
+    at_equality = size * (np.diag(p) - np.outer(p, p)) @ (of_student - of_teacher)
+    near(in_float64[:, 1], [at_equality, -at_equality], atol=1e-12)
 
 
 @every_kind
@@ -290,7 +296,7 @@ def test_log_probs_among_kept_ids_equal_a_dense_softmax_over_them():
         among = jax.nn.log_softmax(jnp.where(is_in_set, logits, -jnp.inf))
         return jnp.take_along_axis(among, kept, -1)
 
-    def with_gradients(function, *arrays):
+    def kept_with_gradients(function, *arrays):
         def loss(x, table, bias):
             found = function(x, te.OutputLayer(table, bias), KEPT, is_kept, 0.7)
             found = jnp.where(is_kept, found, 0)
@@ -299,7 +305,7 @@ def test_log_probs_among_kept_ids_equal_a_dense_softmax_over_them():
         return jax.value_and_grad(loss, (0, 1, 2), has_aux=True)(*arrays)
 
     functions = kept_from_log_probs, kept_from_rows, dense
-    of_all = jax.jit(lambda *arrays: [with_gradients(each, *arrays) for each in functions])
+    of_all = jax.jit(lambda *arrays: [kept_with_gradients(each, *arrays) for each in functions])
     *found, want = of_all(X, TABLE, BIAS)
     for each in found:
         near(each, want, rtol=ERROR, atol=ERROR)
