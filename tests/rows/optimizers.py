@@ -197,7 +197,7 @@ Even if `te.rows.apply_gradients` accepts your optimizer, a row-wise step does n
 
 **Your own transformations.** `te.rows.apply_gradients` checks that an optimizer computes each table row from that row alone. It does not check what an optimizer does with numbers that all rows share, such as a step count. So two kinds of transformations raise no error, although they are wrong for tables. Do not use them:
 
-- Some transformations sum gradients, and apply the sum only in some steps, for example in every fourth step. A row-wise step updates only the rows of its batch. So if a row is in the batches of steps 1 to 3, but not in that of step 4, its sum is not applied. An example is `apply_every` of optax. `te.rows.apply_gradients` knows it, and raises an error. (A learning rate that is 0 in some steps is allowed.)
+- Some transformations sum gradients, and apply the sum only in some steps, for example in every fourth step. A row-wise step updates only the rows of its batch. So if a row is in the batches of steps 1 to 3, but not in the batch of step 4, the sum of this row is not applied. An example is `apply_every` of optax. `te.rows.apply_gradients` knows it, and raises an error. (A learning rate that is 0 in some steps is allowed.)
 - Some transformations compute with the number of rows of the table: they divide by this number, or choose a method by it. A row-wise step, which updates only the table rows of the batch, passes blocks of at most 1024 rows to a transformation, and not the whole table. So the transformation sees a wrong number of rows.
 
 ## You can use these

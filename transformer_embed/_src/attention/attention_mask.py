@@ -113,7 +113,7 @@ class AttentionMask(Mask):
             - Only the queries or only the keys have block ids, which number groups of tokens that
               always see each other (from `TokenPositions.with_block_ids`).
             - The queries have segment ids and the keys have none.
-            - `window`, `chunk` or `sinks` is out of its range.
+            - `window`, `chunk` or `sinks` is out of range.
             - You pass `sinks` (how many of the first positions stay visible), but no `window` with
               a left limit.
             - The keys are a tree of tokens (from `TokenPositions.from_parents`), and you set

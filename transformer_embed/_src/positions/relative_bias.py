@@ -169,10 +169,10 @@ def relative_position_buckets(
             distance each, which is `num_buckets // 2` if `causal` is True, and `num_buckets // 4`
             if not.
         causal: Whether your attention mask hides the keys after the query. Set True for T5's
-            decoder, and False for T5's encoder. There is no default. If True, all buckets are for
-            keys at or before the query, and keys after the query get bucket 0. If False, the first
-            half of the buckets is for keys at or before the query, and the second half for keys
-            after the query.
+            decoder, and False for T5's encoder. You must pass it. If True, all buckets are for keys
+            at or before the query, and keys after the query get bucket 0. If False, the first half
+            of the buckets is for keys at or before the query, and the second half for keys after
+            the query.
 
     Returns:
         The buckets, int32, in [0, num_buckets). A bucket is the index of a row in a table of

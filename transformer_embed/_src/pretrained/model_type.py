@@ -112,11 +112,11 @@ class ModelType(NamedTuple):
             has rotary embeddings.
         kinds: The kinds of the layers: one kind for all layers, or two kinds, such as
             ("sliding_attention", "full_attention"). If config.json lists the kind of each layer,
-            that list is used instead of `kinds`. If there is no such list, some layers have the
-            second of the two kinds, and all others have the first. For example, if config.json has
-            the entry `sliding_window_pattern` = 6, every sixth layer has the second kind. The field
-            `phase` says which of the first six layers has it. If `kinds` is empty, the kinds of the
-            layers are known only from a list in config.json.
+            the list of config.json is used instead of `kinds`. Without that list, some layers have
+            the second of the two kinds, and all others have the first. For example, if config.json
+            has the entry `sliding_window_pattern` = 6, every sixth layer has the second kind. The
+            field `phase` says which of the first six layers has it. If `kinds` is empty, the kinds
+            of the layers are known only from a list in config.json.
         phase: In some models, every nth layer has the second of the two `kinds`. `phase` is the
             index of the first such layer. For example, with n = 3 and `phase` = 0, the layers 0, 3,
             6 and so on have the second kind. The index -1 means layer n - 1. So with n = 3 and
@@ -154,11 +154,11 @@ class ModelType(NamedTuple):
         has_alibi: Whether the model adds `alibi_bias` to the attention logits.
         entries: Some of the entries of config.json that this type reads, as a dict {name: default}.
             If config.json leaves an entry out, the default is used. The type also reads the entries
-            that its other fields stand for. For example, every type with rotary embeddings (the
-            field `rotary`) reads the entry `rope_theta`. Such an entry is in the dict only if its
-            default differs from the usual one, which is 10000 for `rope_theta`. Entries that are
-            named by the field `start`, `scale` or `rotary` are not in the dict. The method
-            `names_of_entries` returns all entries that the type reads.
+            that other fields stand for. For example, every type with rotary embeddings (the field
+            `rotary`) reads the entry `rope_theta`. Such an entry is in the dict only if the default
+            is not the usual one, which is 10000 for `rope_theta`. Entries that are named by the
+            field `start`, `scale` or `rotary` are not in the dict. The method `names_of_entries`
+            returns all entries that the type reads.
         unread: Entries of config.json that this model type does not read, although similar model
             types do. This package always uses the default value of such an entry. If config.json
             has the entry, its value is ignored or raises an error (see the method `status`).
@@ -173,7 +173,7 @@ class ModelType(NamedTuple):
             also be called `lm_head_multiplier` or `logits_scaling`. Other names are looked up
             before the name of the entry. So here, `lm_head_multiplier` is used if config.json has
             it, or else `logits_scaling`, or else `logit_scale`. If `aliases` is empty, this model
-            type has no names of its own.
+            type adds no other names.
         head: The names that the module of the output layer may have. The first name that is in the
             file is used.
         has_conv1d: Whether the weights of linear layers are stored as [in, out], as in GPT-2.

@@ -117,7 +117,7 @@ def resize(
         Table rows of new ids are sampled from a normal distribution, as in Hewitt, "Initializing
         New Word Embeddings for Pretrained Language Models" (2021),
         https://nlp.stanford.edu/~johnhew/vocab-expansion.html. Hewitt uses the full covariance of
-        the old rows, and this function only its diagonal. The interpolation of positions is from
+        the old rows, and this function only the diagonal. The interpolation of positions is from
         Dosovitskiy et al., "An Image is Worth 16x16 Words" (2021), section 3.2,
         https://arxiv.org/abs/2010.11929
     """

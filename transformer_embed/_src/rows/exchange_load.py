@@ -48,10 +48,9 @@ def exchange_load(
     Returns:
         A dict with two entries. `rows` says how many distinct rows each device is asked for. If
         several devices ask for the same row, the row is counted once. `rows` is an int64 array with
-        one axis for each mesh axis in `batch_axes`. Devices send each other their requests in
-        buffers of fixed size, and `dropped` is the number of requests that do not fit. `rows` also
-        counts the rows of these requests. In training, `lookup` returns NaN for the ids of these
-        requests.
+        one axis for each mesh axis in `batch_axes`. Devices send each other requests in buffers of
+        fixed size, and `dropped` is the number of requests that do not fit. `rows` also counts the
+        rows of these requests. In training, `lookup` returns NaN for the ids of these requests.
 
     Raises:
         TypeError: `ids` are not integers, `ids` are traced, or `max_rows` is not an int.

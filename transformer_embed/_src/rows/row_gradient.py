@@ -64,7 +64,7 @@ class RowGradient(SomeRows):
     and the `dtype` of the table. It is a pytree with two leaves: the `values`, which are the
     nonzero rows of the dense gradient, and the `fingerprint`, a checksum of the rows. Functions
     like `jax.tree.map` and `optax.global_norm` see both leaves. `optax.global_norm` adds up the
-    squares of all numbers in both leaves. The numbers in the fingerprint are so small that their
+    squares of all numbers in both leaves. The numbers in the fingerprint are so small that the
     squares do not change the sum, so you get the norm of the values alone.
 
     You may multiply a whole gradient by a number, cast it, or average it over devices whose

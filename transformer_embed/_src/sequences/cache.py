@@ -45,8 +45,8 @@ def write_cache(cache: Any, new: Any, slot: ArrayLike) -> tuple[Any, Bool[Array,
             `block_ids`, they are in no group. A cache may hold a tree of tokens, in which several
             tokens can follow the same token (`TokenPositions.from_parents`). A causal mask then
             hides each branch from the other branches. If you write an ordinary sequence into such a
-            cache, its tokens are in no branch: a causal mask lets all tokens at later positions see
-            them.
+            cache, the new tokens are in no branch: a causal mask lets all tokens at later positions
+            see them.
         slot: Integers that say into which slots the new tokens are written. You can pass the first
             slot of each batch row, or the slot of each token.
 
