@@ -62,7 +62,7 @@ SPACE = draws.Space(
         ),
         "layout": layouts,
         "optimizer": OPTIMIZERS,
-        "form": ("one", "bounded", "added", "together", "scanned"),
+        "form": ("one", "bounded", "together", "scanned", "added"),
         "out_of_range": ("zero", "clip"),
         "pad_id": (3, None, -1),
         "spread": (False, True),
