@@ -124,18 +124,21 @@ def test_training_equals_hk_dropout_of_evaluation_which_draws_no_key(name):
 
     def by_haiku():
         evaluated, key = called(name), hk.next_rng_key()
-        dropped = jax.jit(hk.dropout, static_argnums=1)(key, RATE, evaluated)
-        return dropped, hk.next_rng_key(), evaluated
+        return hk.dropout(key, RATE, evaluated), hk.next_rng_key(), evaluated
 
     def ours():
         return called(name, is_training=np.True_), hk.next_rng_key()
 
-    got, after = hk.transform(ours).apply(params, KEY)
-    want, next_key, evaluated = hk.transform(by_haiku).apply(params, KEY)
+    @jax.jit
+    def every(params):
+        both = [hk.transform(each).apply(params, KEY) for each in (ours, by_haiku)]
+        return *both, transformed(name).apply(params, None)
+
+    (got, after), (want, next_key, evaluated), without_key = every(params)
     equal(got, want)
     assert (np.asarray(got) == 0).any()
     assert after == next_key
-    equal(transformed(name).apply(params, None), evaluated)
+    equal(without_key, evaluated)
 
 
 # --- Mixed precision. A model behind its input layer has 2 products: a linear layer on what the

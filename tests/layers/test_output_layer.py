@@ -72,16 +72,16 @@ def test_padding_is_never_predicted():
     for leaf in rows.values():
         leaf[0] = 1e4
     padded = te.Embedder(dataclasses.replace(embedder.config, row_multiple=16))
-    low = te.pretrained.resize({**params, TOKENS: rows}, embedder.config, padded.config)
 
     @jax.jit
-    def results(low, params):
+    def results(rows, params):
+        low = te.pretrained.resize({**params, TOKENS: rows}, embedder.config, padded.config)
         output = padded.output(low)
         logits = te.linear_logits(-X, output)
         losses = loss_of(output), loss_of(embedder.output(params))
         return logits, jax.nn.softmax(logits), losses
 
-    logits, shares, losses = jax.device_get(results(low, params))
+    logits, shares, losses = jax.device_get(results(rows, params))
     assert (logits[..., [0, *range(VOCAB, 16)]] == LOWEST).all()
     assert shares[..., 0].max() == 0
     near(*losses, rtol=1e-5)
@@ -125,17 +125,22 @@ def with_a_row_each(output):
     return jax.vmap(logits_of)(stacked)[1]
 
 
-@pytest.mark.parametrize(
-    "way",
-    [
-        lambda output: logits_of(jax.lax.scan(lambda c, _: (c, None), output, length=2)[0]),
-        lambda output: jax.export.export(jax.jit(logits_of))(output).call(output),
-        lambda output: logits_of(pickle.loads(pickle.dumps(output))),
-        with_a_row_each,
-    ],
-)
-def test_an_output_layer_goes_through_transformations(way):
-    near(way(OUTPUT), logits_of(OUTPUT), atol=1e-5)
+WAYS = {
+    "scan": lambda output: logits_of(jax.lax.scan(lambda c, _: (c, None), output, length=2)[0]),
+    "export": lambda output: jax.export.export(jax.jit(logits_of))(output).call(output),
+    "vmap": with_a_row_each,
+}
+
+
+def test_an_output_layer_goes_through_transformations_and_pickle():
+    pickled = pickle.loads(pickle.dumps(OUTPUT))
+    ways = lambda *outputs: (
+        *map(logits_of, outputs),
+        *(way(outputs[0]) for way in WAYS.values()),
+    )
+    expected, *found = jax.device_get(jax.jit(ways)(OUTPUT, pickled))
+    for name, logits in zip(["pickle", *WAYS], found, strict=True):
+        np.testing.assert_allclose(logits, expected, atol=1e-5, err_msg=name)
 
 
 @pytest.mark.slow

@@ -96,7 +96,7 @@ def test_a_matrix_of_initial_values_is_placed_as_the_rows_of_a_padded_table(opti
     )
     every = np.arange(11)
     embed = hk.without_apply_rng(hk.transform(lambda: (make()(every), make().embeddings)))
-    rows, table = embed.apply(embed.init(KEY))
+    rows, table = jax.jit(lambda: embed.apply(embed.init(KEY)))()
     equal(rows, MATRIX)
     assert table.shape == (16, 8)
 
