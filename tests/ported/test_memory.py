@@ -98,15 +98,16 @@ def new_segment(ids, memory):
 
 def trained(segment, params):
     """The mean loss of three segments, each of which sees the states of the one before."""
-    # A segment is traced once.
-    step = jax.jit(hk.without_apply_rng(hk.transform(segment)).apply)
+    apply = hk.without_apply_rng(hk.transform(segment)).apply
+    segments = np.stack([IDS[:, start : start + LENGTH + 1] for start in (0, LENGTH, 2 * LENGTH)])
 
     def loss(params):
-        memory, total = NO_MEMORY, 0.0
-        for start in range(0, 3 * LENGTH, LENGTH):
-            value, memory = step(params, IDS[:, start : start + LENGTH + 1], memory)
-            total += value / 3
-        return total, memory
+        def step(memory, ids):
+            value, memory = apply(params, ids, memory)
+            return memory, value
+
+        memory, values = jax.lax.scan(step, NO_MEMORY, segments)
+        return values.mean(), memory
 
     return jax.jit(jax.value_and_grad(loss, has_aux=True))(params)
 
