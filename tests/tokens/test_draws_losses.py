@@ -109,8 +109,8 @@ SPACE = draws.Space(
         "order": orders,
         "hostile": lambda chosen: (False, True, True)[: 3 - 2 * strict_nans(chosen)],
     },
-    default=24,
-    quick=8,
+    default=20,
+    quick=7,
 )
 NUMBERS = {"temperature": 0.7, "label_smoothing": 0.2, "z_loss": 0.1}
 
@@ -175,9 +175,8 @@ def spec_of(chosen, arrays):
     names = ("tokens", "vocab", "candidates", "dtypes", "size", "bias", "weights", "mask")
     names += ("segments", "hostile", "pad_id", "shift", "vocab_axis", "ties")
     spec = {name: getattr(chosen, name) for name in names if getattr(chosen, name) is not None}
-    if chosen.mode == "debug_nans":
-        # Each operation runs by itself there, and nothing is kept from batch to batch.
-        spec["count"] = 1
+    # Each operation of these runs by itself; of the first, nothing is kept from batch to batch.
+    spec["count"] = {"debug_nans": 1, "eager": 2}.get(chosen.mode, 3)
     is_divergence = chosen.function in loss_draws.DIVERGENCES
     has_labels = not is_divergence and chosen.function != "logits"
     return spec | {"teacher": is_divergence, "labels": has_labels, "settings": [*arrays.items()]}
@@ -305,7 +304,7 @@ ORDINARY = {
 }  # fmt: skip
 OF_CROSS_ENTROPY = {"weights": "tokens", "label_smoothing": "tokens", "z_loss": "column"}
 SECOND = [
-    {"function": "cross_entropy", **OF_CROSS_ENTROPY},
+    pytest.param({"function": "cross_entropy", **OF_CROSS_ENTROPY}, marks=pytest.mark.slow),
     {"function": "log_probs", "temperature": "row", "with_entropy": True},
 ]
 
@@ -315,7 +314,6 @@ def test_loss_equals_loop_over_tokens(number):
     run(number, SPACE.choices(number))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("options", SECOND)
 def test_second_derivatives_of_all_options_at_once_equal_loop_over_tokens(options):
     run(0, types.SimpleNamespace(**ORDINARY | options))
