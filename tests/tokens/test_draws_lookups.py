@@ -41,11 +41,11 @@ SPACE = draws.Space(
         ),
         "of_ids": dtypes_of_ids,
         "ids": ("inside", "repeated", "outside", "anything"),
-        "pad_id": lambda chosen: (None, 0, 2, chosen["vocab"], -1, 2**31 - 2),
+        "pad_id": (None, 0, 2, "vocab", -1, 2**31 - 2),
         "out_of_range": ("nan", "clip", "zero"),
         "lookup_style": ("gather", "gather", "one_hot"),
     },
-    default=26,
+    default=17,
     quick=6,
 )
 
@@ -60,9 +60,13 @@ def ids_of(chosen):
     return [each for each in ids if limits.min <= each <= limits.max] or [0]
 
 
+def pad_id_of(chosen):
+    return chosen.vocab if chosen.pad_id == "vocab" else chosen.pad_id
+
+
 def program_of(number, chosen):
-    names = ("pad_id", "out_of_range", "lookup_style")
-    options = ", ".join(f"{name}={getattr(chosen, name)!r}" for name in names)
+    options = f"pad_id={pad_id_of(chosen)}, out_of_range={chosen.out_of_range!r}"
+    options += f", lookup_style={chosen.lookup_style!r}"
     table = f"rng.normal(size={chosen.vocab, chosen.width}).astype('{chosen.dtype}')"
     ids = f"rng.choice(np.array({ids_of(chosen)}, '{chosen.of_ids}'), {chosen.tokens})"
     lines = [
@@ -102,7 +106,7 @@ def run(number, chosen):
 def check(chosen, batch, values, gradients):
     """Rows to the bit; a gradient is summed in float32 or wider, and rounded once."""
     (rows,), table, ids = values, batch[0]["table"], batch[1]["ids"]
-    options = chosen.pad_id, chosen.out_of_range
+    options = pad_id_of(chosen), chosen.out_of_range
     assert rows.dtype == table.dtype
     wide = [each.astype(np.float64) for each in (rows, gradients["table"])]
     want = loop_lookup(table, integers(ids), *options).astype(np.float64)

@@ -98,7 +98,7 @@ def gradient_on_a_gpu(index, cotangent, vocab_size):
     return jax.linear_transpose(read, jnp.zeros((vocab_size, cotangent.shape[-1])))(cotangent)[0]
 
 
-@pytest.mark.parametrize("index", [[3], [0, 0, 0], [4, 4, 0, 2, 9, 4], [9, 2**32 - 1]])
+@pytest.mark.parametrize("index", [[0] * 6, [4, 4, 0, 2, 9, 4], [9, 2**32 - 1] * 3])
 def test_gradient_on_a_gpu_sums_the_repeats_of_each_row(index):
     """The first and the last row of the order, one run alone, and rows past the end."""
     index, cotangent = np.array(index, np.uint32), normal(1, len(index), WIDTH)
@@ -107,7 +107,7 @@ def test_gradient_on_a_gpu_sums_the_repeats_of_each_row(index):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("size", [1, 33, 500])
+@pytest.mark.parametrize("size", [1, 500])
 def test_gradient_on_a_gpu_is_the_float64_sum_of_repeats(size):
     rng = np.random.default_rng(size)
     for distinct in (1, 7, 90):
