@@ -35,7 +35,7 @@ SPACE = draws.Space(
         "mode": [mode for mode in draws.MODES if mode not in ("eager", "strict")],
     },
     default=11,
-    quick=10,
+    quick=8,
 )
 PROGRAM = """\
 import draws, drawn, haiku as hk, jax, transformer_embed as te
