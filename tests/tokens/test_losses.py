@@ -36,7 +36,8 @@ BANS = np.where(np.arange(VOCAB) % 3 == 1, np.float32(-np.inf), BIAS)
 
 def ids_of(x, *more):
     """An id of a vocabulary of 13 or more for each token, or several."""
-    return np.arange(math.prod((*x.shape[:-1], *more))).reshape(*x.shape[:-1], *more) * 5 % VOCAB
+    shape = *x.shape[:-1], *more
+    return np.arange(math.prod(shape), dtype=np.int32).reshape(shape) * 5 % VOCAB
 
 
 LABELS, CANDIDATES = ids_of(X), ids_of(X, 3)
@@ -380,19 +381,14 @@ def test_if_all_ids_are_banned_losses_are_infinite_and_gradients_finite(platform
 
     def total(x, table, bias):
         output = te.OutputLayer(table, bias, softcap=2.125)
-        losses = te.linear_cross_entropy(x, output, ids_of(x), reduction="none")
         log_probs, entropies = te.linear_log_probs(x, output, ids_of(x), with_entropy=True)
-        values = losses, log_probs, entropies
-        mean = te.linear_cross_entropy(x, te.OutputLayer(table, bias), ids_of(x))
-        return mean + sum(each.sum() for each in values), values
+        loss = te.linear_cross_entropy(x, te.OutputLayer(table, bias), ids_of(x))
+        return loss + log_probs.sum() + entropies.sum(), (loss, log_probs, entropies)
 
     step = jax.jit(jax.grad(total, (0, 1, 2), has_aux=True))
     with jax.set_mesh(MESH), platforms.as_on(platform):
         found, values = step(put(MESH, MESH_X), put(MESH, MESH_TABLE, axes), put(MESH, bias))
-    equal(
-        values,
-        (np.full((8, 8), np.inf), np.full((8, 8), -np.inf), np.zeros((8, 8))),
-    )
+    equal(values, (np.inf, np.full((8, 8), -np.inf), np.zeros((8, 8))))
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(jax.device_get(found)))
 
 
@@ -546,7 +542,6 @@ def test_a_transposed_table_costs_no_memory():
     [
         ("cross entropy", "float16"),
         pytest.param("divergence", "bfloat16", marks=pytest.mark.slow),
-        pytest.param("log probs", "bfloat16", marks=pytest.mark.slow),
         pytest.param("candidates", "float16", marks=pytest.mark.slow),
         pytest.param("top k", "bfloat16", marks=pytest.mark.slow),
     ],
@@ -836,7 +831,7 @@ REFUSED = {
     "value(table=TABLE.T, vocab_axis=2)": "ValueError: vocab_axis: ... at most 1, got 2",
     "te.OutputLayer(TABLE, vocab_axis=True)": "TypeError: vocab_axis: ... got bool True",
     "te.OutputLayer(TABLE.T, vocab_size=14, vocab_axis=1)": "ValueError: vocab_size: ... at most 13, got 14",
-    "te.linear_logits(LABELS, TABLE)": "TypeError: x: ... got int64",
+    "te.linear_logits(LABELS, TABLE)": "TypeError: x: ... got int32",
     "log_probs(temperature=0.0)": "ValueError: temperature: wanted a number above 0, 1.18e-38 to 1e+36, got 0.0",
     "log_probs(temperature=2e36)": "ValueError: temperature: ... 1e+36, got 2e+36",
     "between(TEACHER_X, TEACHER, temperature=1e37)": "ValueError: temperature: ... 1e+36, got 1e+37",
