@@ -13,9 +13,10 @@ SEGMENTS = np.array([[1, 1, 2]], np.int32)
 X = np.linspace(-1, 1, 24, dtype=np.float32).reshape(1, 3, 2, 4)
 LABELS = np.array([1, 2], np.int32)
 
+EMBEDDINGS = {"embeddings": jnp.asarray(TABLE)}
 PARAMS = {
-    "m/token_embedding": {"embeddings": jnp.asarray(TABLE)},
-    "m/learned_positional_encoding": {"embeddings": jnp.asarray(TABLE)},
+    "m/token_embedding": EMBEDDINGS,
+    "m/learned_positional_encoding": EMBEDDINGS,
 }
 
 

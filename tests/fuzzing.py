@@ -39,12 +39,16 @@ ARRAYS = [
     np.array([1, 2, 3], ml_dtypes.int4),
     np.array([1, 2, 3], ml_dtypes.float8_e4m3fn),
     np.array(2),
-    jnp.arange(3),
-    jnp.arange(3.0),
-    jnp.ones((4, 3), jnp.bfloat16),
+    jnp.asarray(np.arange(3, dtype=np.int32)),
+    jnp.asarray(np.arange(3, dtype=np.float32)),
+    jnp.asarray(np.ones((4, 3), ml_dtypes.bfloat16)),
 ]
 OTHERS = [None, [], [1, 2, 3], [[1], [2, 3]], (1, 0), (None, None), {1: 2}, object(), range(3)]
-OTHERS += [te.LinearScaling(2.0), jax.random.key(0), te.TokenPositions.from_offset(0, 3)]
+OTHERS += [
+    te.LinearScaling(2.0),
+    jax.random.key(0),
+    te.TokenPositions([0, 1, 2], segment_ids=[1, 1, 1]),
+]
 VALUES = [*NUMBERS, *WORDS, *DTYPES, *ARRAYS, *OTHERS]
 
 

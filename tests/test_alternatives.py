@@ -7,7 +7,6 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from compare import equal
-from flax import nnx
 from meshes import EXPLICIT, mesh_of, put
 
 TABLE = np.arange(1.0, 21.0, dtype=np.float32).reshape(10, 2)
@@ -20,6 +19,8 @@ def haiku_rows(ids):
 
 
 def flax_rows(ids):
+    from flax import nnx  # noqa: PLC0415
+
     init = lambda *_: jnp.asarray(TABLE)
     embed = nnx.Embed(*TABLE.shape, embedding_init=init, rngs=nnx.Rngs(0))
     return nnx.jit(lambda embed, ids: embed(ids))(embed, ids)

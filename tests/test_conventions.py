@@ -252,7 +252,7 @@ def slopes(heads, max_bias=8.0):
 SIX = np.arange(6)
 DISTANCE = SIX - SIX[:, None]
 OF_SIX = {"n": 4, "query_positions": SIX, "key_positions": SIX, "length": 6, "alibi_bias_max": 6.0}
-OF_SIX |= {"tokens": te.TokenPositions.from_ids([[0, 0, 5, 6, 7]], pad_id=0)}
+OF_SIX |= {"tokens": te.TokenPositions([[0, 0, 0, 1, 2]], segment_ids=[[0, 0, 1, 1, 1]])}
 BIASES = {
     "ALiBi (Press et al.)": slopes(4) * DISTANCE,
     # `-slope * (length - 1 - key)`, with a maximum of its own.
@@ -272,8 +272,8 @@ def test_biases(name):
 # --- Masks: the formula of a query and a key in one document
 
 DOCUMENTS = np.array([0, 0, 1, 1, 1, 1, 1, 2, 2, 2])
-TOKENS = te.TokenPositions.from_segment_ids(DOCUMENTS)
-PLACE = np.ravel(TOKENS.positions)
+PLACE = np.array([0, 1, 0, 1, 2, 3, 4, 0, 1, 2])
+TOKENS = te.TokenPositions(PLACE, segment_ids=DOCUMENTS)
 BLOCKS = np.array([0, 0, 0, 0, -1, 3, 3, 0, -1, -1])
 OF_MASKS = {"w": 3, "size": 3, "l": 2, "r": 0, "n": 1, "tokens": TOKENS, "block_ids": BLOCKS}
 OF_MASKS |= {"ids": DOCUMENTS, "rule": te.AttentionMask(TOKENS, causal=True, window=(2, 0))}
@@ -332,7 +332,7 @@ FROM_0 = np.where(MASK, COUNTED - 1, 0)
 TABLE = np.random.default_rng(1).normal(size=(8, 4)).astype(np.float32)
 LOWEST = float(jnp.finfo(jnp.float32).min)
 OF_EQUAL = {"mask": np.array([True, False]), "dtype": jnp.float32, "ids": IDS * MASK, "max_len": 9}
-OF_EQUAL |= {"tokens": te.TokenPositions.from_ids(IDS, pad_id=1), "past": 7}
+OF_EQUAL |= {"tokens": te.TokenPositions(FROM_0, segment_ids=MASK.astype(int)), "past": 7}
 FROM_2 = "RoBERTa and OPT (padding at 1, tokens from 2)"
 EQUAL = {
     "added to the logits: half of the dtype's lowest value (this package)": [0, LOWEST / 2],

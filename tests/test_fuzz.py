@@ -5,7 +5,6 @@ import inspect
 import itertools
 
 import calls
-import matplotlib.figure
 import public
 import pytest
 from calls import GOOD, TABLE, calls_of
@@ -16,7 +15,7 @@ from references import CHECKS, assert_right, grid_encoding
 
 import transformer_embed as te
 
-TOKENS = te.TokenPositions.from_segment_ids([[1, 1, 1, 1]])
+TOKENS = te.TokenPositions([range(4)], segment_ids=[[1, 1, 1, 1]])
 MASK = te.AttentionMask(TOKENS, causal=True)
 SPLIT = put(mesh_of((2,), ("x",)), TABLE, "x")
 CALLABLES = [
@@ -59,7 +58,9 @@ def test_every_public_function_is_fuzzed():
 def test_any_argument_gives_a_right_result_or_an_error(function, good):
     names = inspect.signature(function).parameters.keys() - {"ax"}
     if function.__name__.startswith("plot_"):
-        good = good | {"ax": matplotlib.figure.Figure().subplots()}
+        from matplotlib.figure import Figure  # noqa: PLC0415
+
+        good = good | {"ax": Figure().subplots()}
     changes = [(None, None), *few(itertools.product(sorted(names), VALUES), 15)]
     for name, value in changes:
         arguments = good if name is None else good | {name: bounded(name, value)}

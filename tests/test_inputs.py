@@ -148,8 +148,8 @@ def test_an_array_of_jax_is_taken_as_it_is():
 
 YARN = te.YarnScaling(2.0, original_length=4, mscale=1e300)
 # What a loader makes of positions.
-FLOATS = jax.tree.map(np.float32, te.TokenPositions.from_segment_ids([1, 1, 2, 0]))
-EMPTY = te.TokenPositions.empty(1, 4)
+FLOATS = jax.tree.map(np.float32, te.TokenPositions([0, 1, 0, 0], segment_ids=[1, 1, 2, 0]))
+EMPTY = te.TokenPositions([[0] * 4], segment_ids=[[0] * 4])
 KEY, EMBEDDER = jax.random.key(0), te.Embedder(te.EmbedderConfig(4, 3, dropout_rate=0.5))
 NO_KEY = "TypeError: rng: wanted one key of jax.random.key or jax.random.PRNGKey, got an array"
 REFUSED = {

@@ -15,12 +15,6 @@ import sys
 import numpy as np
 import pytest
 
-pytest.importorskip("ipykernel")
-nbclient = pytest.importorskip("nbclient")
-nbformat = pytest.importorskip("nbformat")
-jupyter_kernelspec = pytest.importorskip("jupyter_client.kernelspec")
-jupyter_manager = pytest.importorskip("jupyter_client.manager")
-
 ROOT = pathlib.Path(__file__).parents[1]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 assert NOTEBOOKS
@@ -49,22 +43,14 @@ NUMBER = re.compile(r"\d+(?:\.\d+)?(?:e[+-]\d+)?")
 by_notebook = pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
 
 
-class ThisInterpreter(jupyter_kernelspec.KernelSpecManager):
-    """Whatever kernel a notebook names, and whatever kernels are installed, this interpreter runs
-    it."""
-
-    def get_kernel_spec(self, kernel_name):
-        argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
-        return jupyter_kernelspec.KernelSpec(argv=argv, display_name=kernel_name, language="python")
-
-
 @pytest.mark.documentation
 @by_notebook
 def test_it_runs_and_draws_as_many_pictures_as_are_stored(path, tmp_path):
+    pytest.importorskip("ipykernel")
     if path.stem in NEEDS and importlib.util.find_spec(NEEDS[path.stem]) is None:
         pytest.skip(f"{path.stem} needs what its first cell installs, {NEEDS[path.stem]}")
-    stored = nbformat.read(path, as_version=4)
-    ran = _run(nbformat.read(path, as_version=4), tmp_path, path.stem in OPTIMIZED)
+    stored = _read(path)
+    ran = _run(_read(path), tmp_path, path.stem in OPTIMIZED)
     assert len(_pictures(ran)) == len(_pictures(stored)) > 0
     for number, (cell, before) in enumerate(zip(ran.cells, stored.cells, strict=True)):
         if cell.cell_type == "code" and not CLOCK.search(cell.source):
@@ -83,7 +69,7 @@ def assert_prints_alike(text, stored, where):
 
 @by_notebook
 def test_it_is_stored_as_one_clean_run_left_it_and_names_no_machine(path):
-    notebook = nbformat.read(path, as_version=4)
+    notebook = _read(path)
     assert notebook.metadata == METADATA
     # Pages fold the code of a picture.
     known = {}, {"tags": ["hide-input"]}, {"tags": [OPTIMIZED_CELL]}
@@ -102,13 +88,30 @@ def test_it_is_stored_as_one_clean_run_left_it_and_names_no_machine(path):
     assert path.stat().st_size < MOST_BYTES
 
 
+def _read(path: pathlib.Path):
+    # Each worker of a run reads this file, and to import what runs notebooks takes a second.
+    return pytest.importorskip("nbformat").read(path, as_version=4)
+
+
 def _run(notebook, folder: pathlib.Path, is_optimized: bool = False):
+    nbclient = pytest.importorskip("nbclient")
+    kernelspec = pytest.importorskip("jupyter_client.kernelspec")
+    manager_module = pytest.importorskip("jupyter_client.manager")
+
+    class ThisInterpreter(kernelspec.KernelSpecManager):
+        """Whatever kernel a notebook names, and whatever kernels are installed, this interpreter
+        runs it."""
+
+        def get_kernel_spec(self, kernel_name):
+            argv = [sys.executable, "-m", "ipykernel_launcher", "-f", "{connection_file}"]
+            return kernelspec.KernelSpec(argv=argv, display_name=kernel_name, language="python")
+
     # A notebook reads what lies beside it.
     (folder / "data").symlink_to(ROOT / "notebooks" / "data")
     for cell in notebook.cells:
         if OPTIMIZED_CELL in cell.metadata.get("tags", ()):
             cell.source = "\n".join((_switch(off=False), cell.source, _switch(off=IS_OFF)))
-    manager = jupyter_manager.AsyncKernelManager(
+    manager = manager_module.AsyncKernelManager(
         kernel_spec_manager=ThisInterpreter(), connection_file=str(folder / "kernel.json")
     )
     client = nbclient.NotebookClient(

@@ -12,16 +12,9 @@ import pytest
 from compare import equal, near
 from refused import each_raises
 
-pytest.importorskip("matplotlib")
-import matplotlib
-from matplotlib import pyplot
-from matplotlib.figure import Figure
-
 import transformer_embed as te
 from transformer_embed import plots
 from transformer_embed._src import plots as source
-
-matplotlib.use("Agg")
 
 CAUSAL = np.tri(4, dtype=bool)
 WAVES = np.cos(np.arange(9)[:, None] / np.arange(1, 7))
@@ -41,11 +34,28 @@ ROTATED = 3 * 2.0**-21
 
 
 @pytest.fixture(autouse=True)
+def pyplot():
+    """Without a figure at the start and at the end of each test.
+
+    Each worker of a run reads this file, and to import matplotlib takes a second.
+    """
+    pytest.importorskip("matplotlib").use("Agg")
+    from matplotlib import pyplot  # noqa: PLC0415
+
+    pyplot.close("all")
+    yield pyplot
+    pyplot.close("all")
+
+
+def new_axes(*size):
+    from matplotlib.figure import Figure  # noqa: PLC0415
+
+    return Figure(*size, layout="constrained").subplots()
+
+
+@pytest.fixture
 def ax():
-    """New axes; each test starts and ends without a figure of pyplot's."""
-    pyplot.close("all")
-    yield Figure(layout="constrained").subplots()
-    pyplot.close("all")
+    return new_axes()
 
 
 def image(ax):
@@ -58,9 +68,11 @@ def texts(labels):
 
 def rendered(ax):
     """What a reader sees, RGB in [0, 1]; a warning while drawing is an error."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg  # noqa: PLC0415
+
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        canvas = matplotlib.backends.backend_agg.FigureCanvasAgg(ax.figure)
+        canvas = FigureCanvasAgg(ax.figure)
         canvas.draw()
     return np.asarray(canvas.buffer_rgba())[..., :3] / 255
 
@@ -68,12 +80,12 @@ def rendered(ax):
 @functools.cache
 def empty():
     """What a reader sees of new axes."""
-    return rendered(Figure(layout="constrained").subplots())
+    return rendered(new_axes())
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("draw", PICTURES)
-def test_a_given_axes_is_drawn_on_and_without_one_pyplot_shows_a_figure(draw, ax):
+def test_a_given_axes_is_drawn_on_and_without_one_pyplot_shows_a_figure(draw, ax, pyplot):
     """Its axes are named with their units, and in grey it keeps more than half of the tones."""
     assert draw(*PICTURES[draw], ax=ax) is ax
     assert pyplot.get_fignums() == []
@@ -229,7 +241,7 @@ def test_rotary_points_are_rotated_heads(ax, positions, head_dim, pairs, scaling
 @pytest.mark.slow
 @pytest.mark.parametrize(("length", "head_dim", "inches"), [(50, 64, 6.4), (12, 8, 4.5), (1, 2, 3)])
 def test_no_text_of_a_rotary_picture_lies_on_another(length, head_dim, inches):
-    ax = Figure((inches, 0.75 * inches), layout="constrained").subplots()
+    ax = new_axes((inches, 0.75 * inches))
     plots.plot_rotary(np.arange(length), head_dim, ax=ax)
     rendered(ax)
     boxes = [text.get_window_extent() for text in ax.texts]

@@ -8,7 +8,6 @@ import numpy as np
 import optax
 import pytest
 from compare import equal
-from flax import nnx
 from meshes import EXPLICIT, mesh_of, put
 
 import transformer_embed as te
@@ -59,6 +58,8 @@ def test_training_goes_on_after_an_exchange_that_overflows():
 
 
 def test_flax_may_hold_a_sharded_table(tmp_path):
+    from flax import nnx  # noqa: PLC0415
+
     mesh, config = mesh_of((8,), ("x",)), te.EmbedderConfig(17, 16, row_multiple=8)
     ((path, layer),) = te.Embedder(config).init(jax.random.key(0)).items()
     table = put(mesh, layer["embeddings"], "x")

@@ -86,8 +86,8 @@ def test_sinks_are_the_keys_below_a_position(sinks, first):
 
 # --- the rule as a tree
 
-TOKENS = TokenPositions.from_segment_ids([[1, 1, 1, 2], [1, 2, 2, 0]])
-TREE = TokenPositions.from_parents([-1, 0])
+TOKENS = TokenPositions([[0, 1, 2, 0], [0, 0, 1, 0]], segment_ids=[[1, 1, 1, 2], [1, 2, 2, 0]])
+TREE = TokenPositions([0, 1], places=[0, 1], ends=[2, 2])
 MASK = AttentionMask(TOKENS, causal=True, window=(1, None), chunk=3)
 
 

@@ -1,5 +1,6 @@
 """What kernels are told is the rule: as bools of every pair, and by running them interpreted."""
 
+import dataclasses
 import functools
 import itertools
 import warnings
@@ -32,11 +33,23 @@ with warnings.catch_warnings():
 TokenPositions, AttentionMask = te.TokenPositions, te.AttentionMask
 BATCH, HEADS, LENGTH, BLOCK, SIZE = 2, 2, 256, 128, 128
 TOLERANCE = 3e-6  # outputs and gradients are of size 1; measured at most 1e-6
-FULL = TokenPositions.from_offset([7, 0], LENGTH)
-RIGHT = TokenPositions.from_lengths([200, LENGTH], LENGTH)
-LEFT = TokenPositions.from_lengths([120, 250], LENGTH, padding_side="left")
-PACKED = TokenPositions.from_segment_ids(
-    np.stack([np.repeat([1, 2, 3, 0], [100, 20, 60, 76]), np.repeat([4, 2], [129, 127])])
+
+
+def tokens_between(starts, ends, length=LENGTH):
+    """Tokens whose positions count from the start of each row."""
+    from_start = np.arange(length) - np.array(starts)[:, None]
+    is_token = (from_start >= 0) & (np.arange(length) < np.array(ends)[:, None])
+    return TokenPositions(np.where(is_token, from_start, 0), segment_ids=is_token.astype(int))
+
+
+FULL = TokenPositions(
+    np.arange(LENGTH) + np.array([[7], [0]]), segment_ids=np.ones((BATCH, LENGTH), int)
+)
+RIGHT = tokens_between([0, 0], [200, LENGTH])
+LEFT = tokens_between([LENGTH - 120, LENGTH - 250], [LENGTH, LENGTH])
+PACKED = TokenPositions(
+    [[*range(100), *range(20), *range(60), *[0] * 76], [*range(129), *range(127)]],
+    segment_ids=[np.repeat([1, 2, 3, 0], [100, 20, 60, 76]), np.repeat([4, 2], [129, 127])],
 )
 BLOCKS = splash.BlockSizes(*[BLOCK] * 8)
 FUSED_BACKWARD = splash.BlockSizes(*[BLOCK] * 6, use_fused_bwd_kernel=True)
@@ -216,9 +229,11 @@ def attend_on_a_mesh(mask, *heads):
     return jax.shard_map(jax.vmap(call), **options)(kernels, *heads, segment_ids)
 
 
-SECOND_HALF = jax.tree.map(lambda a: a[:, 128:], PACKED)
+SECOND_HALF = TokenPositions(
+    np.asarray(PACKED.positions)[:, 128:], segment_ids=np.asarray(PACKED.segment_ids)[:, 128:]
+)
 # The queries of the first row see no key.
-SHORT = TokenPositions.from_lengths([0, 217], 384)
+SHORT = tokens_between([0, 0], [0, 217], 384)
 # A function of heads, and its mask.
 RUNS = [
     "jax.jit(splash_attend), AttentionMask(LEFT, causal=False, chunk=77, window=(30, 5))",
@@ -281,9 +296,9 @@ def test_a_row_of_tiles_runs_one_even_if_all_of_its_queries_are_padding():
 
 # Errors.
 
-BY_HAND = TokenPositions(jnp.arange(LENGTH)[::-1])
-PREFIX = RIGHT.with_block_ids(np.where(np.arange(LENGTH) < 9, 0, -1))
-STEP, ONE = TokenPositions.from_offset(3, 2), TokenPositions.from_offset(9, 1)
+BY_HAND = TokenPositions(jnp.asarray(np.arange(LENGTH, dtype=np.int32)[::-1]))
+PREFIX = dataclasses.replace(RIGHT, block_ids=np.where(np.arange(LENGTH) < 9, 0, -1))
+STEP, ONE = (TokenPositions(each, segment_ids=[1] * len(each)) for each in ([3, 4], [9]))
 CAUSAL = AttentionMask(RIGHT, causal=True)
 # An argument, which kernels name it, and the mask and order.
 REFUSED = [

@@ -165,7 +165,7 @@ def test_an_output_layer_is_trained_beside_a_table_that_is_trained_by_rows():
 
 WITHOUT = te.Embedder(config(None))
 NONE = "ValueError: output: ... `no_output` says why ... got None"
-STACKED = jax.tree.map(lambda leaf: leaf[None], OUTPUT)
+STACKED = jax.tree.map(lambda leaf: np.asarray(leaf)[None], OUTPUT)
 TABLE = np.zeros(X.shape[:-1], int)
 REFUSED = {
     "WITHOUT.output(drawn(WITHOUT.init))": NONE,

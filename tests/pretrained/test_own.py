@@ -134,7 +134,11 @@ def beside(value, **options):
     saved(PARAMS | {"a": {"b": value}}, **options)
 
 
-GATHERED = {"embeddings": GatheredRows(jnp.array([1]), None, jnp.ones([1, 6]), "table", 7)}
+GATHERED = {
+    "embeddings": GatheredRows(
+        np.array([1], np.int32), None, np.ones([1, 6], np.float32), "table", 7
+    )
+}
 DTYPES = "ValueError: ...x.safetensors: a/b: wanted F32 or BF16 or F16, got"
 MASKED = np.ma.masked_array(np.ones(2, np.float32), [True, False])
 UNSAVED = {

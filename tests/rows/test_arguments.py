@@ -89,11 +89,15 @@ def view(ids, **options):
     return jax.eval_shape(functools.partial(seen, ids=ids, **options), params)
 
 
-SMALL = {"t": jnp.ones([5, 2])}
-GRADS = {"t": te.rows.RowGradient([1], jnp.ones([1, 2]), 5)}
+SMALL = {"t": jnp.asarray(np.ones([5, 2], np.float32))}
 
 
-def update(optimizer=ADAM, grads=GRADS, state=None, params=SMALL):
+def gradients():
+    return {"t": te.rows.RowGradient([1], jnp.ones([1, 2]), 5)}
+
+
+def update(optimizer=ADAM, grads=None, state=None, params=SMALL):
+    grads = gradients() if grads is None else grads
     state = ADAM.init(SMALL) if state is None else state
     return te.rows.apply_gradients(optimizer, grads, state, params)
 
@@ -134,7 +138,7 @@ WRONG = {
     'update(state=ADAM.init({"t": jnp.ones([6, 2])}))': "ValueError: state: wanted 0/mu/t [5, 2], 0/nu/t [5, 2], got 0/mu/t [6, 2], 0/nu/t ",
     "update(state=list(ADAM.init(SMALL)))": "ValueError: state: wanted the tree, PyTreeDef((CustomNode",
     "one_row([1, 2], jnp.ones([1, 2]), 9)": "ValueError: values: wanted shape [2, 'd'], a row for each row index, got shape [1, 2]",
-    'jax.tree.map(jnp.add, GRADS, {"t": one_row([2], jnp.ones([1, 2]), 5)})': "ValueError: ...jax.tree.map adds gradients of different ids",
+    'jax.tree.map(jnp.add, gradients(), {"t": one_row([2], jnp.ones([1, 2]), 5)})': "ValueError: ...jax.tree.map adds gradients of different ids",
     'view({"i": [1]})': "TypeError: i: wanted a floating dtype of 16 to 64 bits, got int32",
     'te.rows.value_and_grad(read, ids={"t": [1]})({"t": np.ma.masked_array(SMALL["t"])})': "TypeError: params['t']: wanted an array without a mask",
     "exported()": "ValueError: ids: wanted a size known while tracing: ... got symbolic shape [b, 2]",
@@ -142,13 +146,13 @@ WRONG = {
     'view({"m/t": [1.5]})': "TypeError: ids: wanted an integer dtype, got float64",
     "te.rows.value_and_grad(None, ids={})": "TypeError: loss: wanted a function, got None",
     "te.rows.value_and_grad(sum, ids={}, has_aux=2)": "TypeError: has_aux: wanted a Python bool ... got int 2",
-    "update(grads=SMALL, params=GRADS)": "TypeError: params['t']: wanted an array, got RowGradient",
+    "update(grads=SMALL, params=gradients())": "TypeError: params['t']: wanted an array, got RowGradient",
     "update(state=object())": "TypeError: state: wanted an array, got object",
     "update(optax.adam)": "TypeError: optimizer: wanted an optax.GradientTransformation, got function",
-    'GRADS["t"] + jnp.ones([5, 2])': f"TypeError: {OF_ANOTHER}",
-    'GRADS["t"] + one_row([1], jnp.ones([1, 2]), 6)': f"TypeError: {OF_ANOTHER}",
-    "optax.apply_updates(SMALL, SGD.update(GRADS, SGD.init(SMALL))[0])": "TypeError: ...RowGradient",
-    "jax.lax.scan(lambda grads, ids: (left(jax.jit), None), GRADS, np.arange(2))": "TypeError: ...scan over the batches inside the loss",
+    'gradients()["t"] + jnp.ones([5, 2])': f"TypeError: {OF_ANOTHER}",
+    'gradients()["t"] + one_row([1], jnp.ones([1, 2]), 6)': f"TypeError: {OF_ANOTHER}",
+    "optax.apply_updates(SMALL, SGD.update(gradients(), SGD.init(SMALL))[0])": "TypeError: ...RowGradient",
+    "jax.lax.scan(lambda grads, ids: (left(jax.jit), None), gradients(), np.arange(2))": "TypeError: ...scan over the batches inside the loss",
     "update(grads=left(jax.vmap))": f"TypeError: {LEFT}",
 }  # fmt: skip
 

@@ -21,8 +21,12 @@ from transformer_embed._src.rows.gathered_rows import GatheredRows, as_keys, new
 IDS = np.array([1, 3, 3, 4])
 TABLE = np.random.default_rng(0).normal(size=(6, 3)).astype(np.float32)
 PARAMS = {"t": TABLE, "w": np.ones(3, np.float32)}
-MARKS = new_marks(3, jnp.float32)
-ROWS = GatheredRows(as_keys(jnp.array([1, 2])), MARKS, jnp.ones([2, 3]), "table", 6)
+
+
+@functools.cache
+def rows():
+    keys, marks = as_keys(jnp.array([1, 2])), new_marks(3, jnp.float32)
+    return GatheredRows(keys, marks, jnp.ones([2, 3]), "table", 6)
 
 
 def test_binary_search_counts_the_numbers_below():
@@ -40,9 +44,9 @@ def test_distinct_ids_ascend_and_are_followed_by_numbers_past_the_table():
 
 
 def test_rows_look_like_the_table():
-    assert (ROWS.shape, ROWS.dtype) == ((6, 3), jnp.float32)
-    assert not hasattr(ROWS, "ndim")
-    assert jax.tree.map(jnp.copy, ROWS).shape == (6, 3)
+    assert (rows().shape, rows().dtype) == ((6, 3), jnp.float32)
+    assert not hasattr(rows(), "ndim")
+    assert jax.tree.map(jnp.copy, rows()).shape == (6, 3)
 
 
 def train(model):
@@ -69,12 +73,12 @@ def of_leaves(change):
 
 OURS = "_NotAnArrayError: table: wanted to be read by te.lookup or te.TokenEmbedding alone, since te.rows has its ids"
 OTHER_USES = {
-    "jnp.ones(3) * ROWS": OURS,
-    "jnp.ones([1, 6]) @ ROWS": OURS,
-    "ROWS.astype(jnp.bfloat16)": OURS,
-    "ROWS[jnp.array([1])]": OURS,
-    "np.asarray(ROWS)": OURS,
-    "jnp.sum(ROWS)": OURS,
+    "jnp.ones(3) * rows()": OURS,
+    "jnp.ones([1, 6]) @ rows()": OURS,
+    "rows().astype(jnp.bfloat16)": OURS,
+    "rows()[jnp.array([1])]": OURS,
+    "np.asarray(rows())": OURS,
+    "jnp.sum(rows())": OURS,
     "train(tied)": "TypeError: table: wanted a whole table, trained densely, since the output layer is",
     'train(lambda ids: hk.Embed(6, 3, name="embed")(ids))': "_NotAnArrayError: embed/embeddings: wanted to be read by te",
     "of_leaves(jnp.tanh)": "TypeError: ...In the loss, the rows of the batch replace t: only lookup",

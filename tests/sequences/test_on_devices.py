@@ -89,7 +89,7 @@ def test_padding_between_documents_is_no_document():
     equal(T.from_segment_ids([[0, 0, 1, 0, 0, 2, 2, 0, 0]]).positions, [[0] * 6 + [1, 0, 0]])
 
 
-TOKENS = T.from_offset(0, 3)
+TOKENS = T([0, 1, 2], segment_ids=[1, 1, 1])
 MASK = te.AttentionMask(TOKENS, causal=True)
 HEADS = np.zeros((3, 2, 4), np.float32)
 OF_ITS_ARRAYS = "TypeError: TokenPositions: wanted one of its arrays, tokens.positions, tokens.segment_ids or tokens.padding_mask, got the tokens"

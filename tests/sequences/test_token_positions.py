@@ -51,19 +51,19 @@ def test_slices_and_a_short_repr():
 
 PARENTS = np.array([-1, 0, 1, 1])
 WITHOUT_BATCH = {
-    "class": TokenPositions([0, 1, 2, 3]),
-    "class, two arrays": TokenPositions([0, 1, 2, 3], segment_ids=[1, 1, 2, 2]),
-    "from_ids": TokenPositions.from_ids([5, 6, 0, 7], pad_id=0),
-    "from_segment_ids": TokenPositions.from_segment_ids([1, 1, 2, 0]),
-    "from_positions": TokenPositions.from_positions([0, 1, 0, 1]),
-    "from_lengths": TokenPositions.from_lengths(3, 4),
-    "from_offset": TokenPositions.from_offset(7, 4),
-    "from_parents": TokenPositions.from_parents(PARENTS, offset=3),
-    "take": TokenPositions([0, 1, 2, 3]).take([3, 2, 1, 0]),
-    "with_block_ids": TokenPositions([0, 1, 2, 3]).with_block_ids([0, 0, -1, -1]),
-    "clear": TokenPositions.from_offset(0, 4).clear([True, False, False, True]),
-    "clear all": TokenPositions.from_offset(0, 4).clear(True),
-    "slice": TokenPositions(range(9))[2:6],
+    "class": lambda: TokenPositions([0, 1, 2, 3]),
+    "class, two arrays": lambda: TokenPositions([0, 1, 2, 3], segment_ids=[1, 1, 2, 2]),
+    "from_ids": lambda: TokenPositions.from_ids([5, 6, 0, 7], pad_id=0),
+    "from_segment_ids": lambda: TokenPositions.from_segment_ids([1, 1, 2, 0]),
+    "from_positions": lambda: TokenPositions.from_positions([0, 1, 0, 1]),
+    "from_lengths": lambda: TokenPositions.from_lengths(3, 4),
+    "from_offset": lambda: TokenPositions.from_offset(7, 4),
+    "from_parents": lambda: TokenPositions.from_parents(PARENTS, offset=3),
+    "take": lambda: TokenPositions([0, 1, 2, 3]).take([3, 2, 1, 0]),
+    "with_block_ids": lambda: TokenPositions([0, 1, 2, 3]).with_block_ids([0, 0, -1, -1]),
+    "clear": lambda: TokenPositions.from_offset(0, 4).clear([True, False, False, True]),
+    "clear all": lambda: TokenPositions.from_offset(0, 4).clear(True),
+    "slice": lambda: TokenPositions(range(9))[2:6],
 }
 
 
@@ -74,7 +74,7 @@ def forms(mask):
 
 @pytest.mark.parametrize("name", WITHOUT_BATCH)
 def test_tokens_without_a_batch_axis_and_their_masks_have_none(name):
-    tokens = WITHOUT_BATCH[name]
+    tokens = WITHOUT_BATCH[name]()
     assert {array.shape for array in jax.tree.leaves(tokens)} == {(4,)}
     assert len(tokens) == 4
     assert tokens.padding_mask.shape == (4,)
@@ -88,18 +88,18 @@ def test_tokens_without_a_batch_axis_and_their_masks_have_none(name):
 
 
 WITH_BATCH = {
-    "class": TokenPositions([0, 1, 2, 3], segment_ids=[[1, 1, 2, 2]] * 2),
-    "from_lengths": TokenPositions.from_lengths([3, 1], 4),
-    "from_offset": TokenPositions.from_offset([7, 8], 4),
-    "from_parents": TokenPositions.from_parents(PARENTS, offset=[3, 4]),
-    "from_parents, batch": TokenPositions.from_parents([PARENTS] * 2, offset=3),
-    "with_block_ids": TokenPositions([0, 1, 2, 3]).with_block_ids([[0, 0, -1, -1]] * 2),
+    "class": lambda: TokenPositions([0, 1, 2, 3], segment_ids=[[1, 1, 2, 2]] * 2),
+    "from_lengths": lambda: TokenPositions.from_lengths([3, 1], 4),
+    "from_offset": lambda: TokenPositions.from_offset([7, 8], 4),
+    "from_parents": lambda: TokenPositions.from_parents(PARENTS, offset=[3, 4]),
+    "from_parents, batch": lambda: TokenPositions.from_parents([PARENTS] * 2, offset=3),
+    "with_block_ids": lambda: TokenPositions([0, 1, 2, 3]).with_block_ids([[0, 0, -1, -1]] * 2),
 }
 
 
 @pytest.mark.parametrize("name", WITH_BATCH)
 def test_one_array_with_a_batch_axis_gives_all_of_them_one(name):
-    tokens = WITH_BATCH[name]
+    tokens = WITH_BATCH[name]()
     assert {array.ndim for array in jax.tree.leaves(tokens)} == {2}
     assert len(tokens) == 2
     assert te.AttentionMask(tokens, causal=True).dense().shape[1:] == (1, 4, 4)
@@ -125,8 +125,9 @@ def test_tokens_without_a_batch_axis_are_used_for_every_batch_row():
 # --- caches
 
 BATCH, SLOTS = 3, 6
-EMPTY = te.TokenPositions.empty(BATCH, SLOTS), jnp.zeros((BATCH, SLOTS, 2))
-NEW = te.TokenPositions.from_offset([1, 3, 5], 2), jnp.ones((BATCH, 2, 2))
+ZEROS, ONES = np.zeros((BATCH, SLOTS, 2), np.float32), np.ones((BATCH, 2, 2), np.float32)
+EMPTY = TokenPositions(ZEROS[..., 0].astype(int), segment_ids=ZEROS[..., 0].astype(int)), ZEROS
+NEW = TokenPositions([[1, 2], [3, 4], [5, 6]], segment_ids=[[1, 1]] * BATCH), ONES
 
 
 def test_a_position_that_a_short_cache_cannot_hold_is_written():

@@ -51,8 +51,8 @@ def test_the_id_of_padding_may_lie_outside_the_vocabulary(pad_id):
     te.check_batch(np.array([0, 1], ml_dtypes.int2), vocab_size=2, pad_id=pad_id)
 
 
-TWO = TokenPositions.from_segment_ids([[1, 1, 2, 2, 0], [3, 3, 3, 3, 3]])
-BLOCKS = TokenPositions([0, 1]).with_block_ids([[0, 0]] * 2)
+TWO = TokenPositions([[0, 1, 0, 1, 0], range(5)], segment_ids=[[1, 1, 2, 2, 0], [3] * 5])
+BLOCKS = TokenPositions([[0, 1]], block_ids=[[0, 0]] * 2)
 REFUSED = {
     "check([[0, 1], [2, 5], [-1, 0]], vocab_size=5)": "ValueError: ids: ... 0..4, got 5 at index [1, 1]",
     "check(np.array([2**64 - 1], np.uint64), vocab_size=5)": "ValueError: ids: ... 0..4, got 18446744073709551615 at index [0]",

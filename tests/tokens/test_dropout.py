@@ -116,7 +116,7 @@ def test_arrays_with_more_elements_than_a_word_counts_use_jaxs_generator(monkeyp
     assert bool(counted) == fits
 
 
-ONES = jnp.ones(4)
+ONES = jnp.asarray(np.ones(4, np.float32))
 
 
 def test_rate_zero_returns_x():
