@@ -49,6 +49,13 @@ def blocks(chosen):
     return [""] if is_fixed else ["", "", "", ".with_block_ids(%s)"]
 
 
+def with_kinds(chosen):
+    """Of each mask alone, whose kinds are exact. Those of a joined mask are most of its program."""
+    if chosen["mode"] == "any lengths":
+        return [False]
+    return [True, False, False] if chosen["other"] or chosen["blocks"] else [True]
+
+
 SELF = draws.Space(
     {
         "kind": list(batches.MAKE),
@@ -64,6 +71,7 @@ SELF = draws.Space(
             + (["(4, 2)"] if chosen["order"] == ORDERS[-1] else ["(3, 6)", "(1, 12)"])
         ),
         "start": ["0, 0", "2, 3"],
+        "with_kinds": with_kinds,
     },
     default=18,
     quick=4,
@@ -84,9 +92,7 @@ def program_of(number, chosen):
     tokens = batches.MAKE[chosen.kind]
     tokens += chosen.blocks and chosen.blocks % chosen.block_ids
     tokens += (chosen.order and f".take({chosen.order})") or ""
-    kinds = (
-        "" if chosen.mode == "any lengths" else f' | {{"kinds": mask.tile_kinds({chosen.tile})}}'
-    )
+    kinds = f' | {{"kinds": mask.tile_kinds({chosen.tile})}}' if chosen.with_kinds else ""
     # A tile without a mask is found in any batch; one without a pair, where sequences are runs.
     exact = () if chosen.other or chosen.blocks else (2,)
     is_mixed = chosen.order == ORDERS[2] or bool(chosen.keys)

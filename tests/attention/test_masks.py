@@ -14,29 +14,32 @@ import transformer_embed as te
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 def test_a_bias_hides_keys_to_the_bit_and_a_wholly_masked_row_has_a_gradient(dtype):
     logits, mask = np.array([0.5, -1.0, 2.0, 0.25], dtype), np.array([True, False, True, False])
-    softmax = jax.jit(lambda x, mask: jax.nn.softmax(x + te.mask_to_bias(mask, dtype)))
-    hidden = np.asarray(softmax(logits, mask))
+    softmax = lambda x, mask: jax.nn.softmax(x + te.mask_to_bias(mask, dtype))
+
+    @jax.jit
+    def found(logits, others):
+        # Half of the lowest value is so large that logits round away.
+        of_first = lambda x: softmax(x, ~mask & mask)[0].astype(jnp.float32)
+        return softmax(logits, mask), jax.nn.softmax(others), jax.value_and_grad(of_first)(logits)
+
+    hidden, expected, (even, gradient) = jax.device_get(found(logits, logits[mask]))
     equal(hidden[~mask], 0)
-    equal(hidden[mask], jax.jit(jax.nn.softmax)(logits[mask]))
-    # Half of the lowest value is so large that logits round away.
-    of_first = lambda x: softmax(x, ~mask & mask)[0].astype(jnp.float32)
-    even, gradient = jax.jit(jax.value_and_grad(of_first))(logits)
+    equal(hidden[mask], expected)
     assert even == 0.25
     assert np.isfinite(np.asarray(gradient, np.float32)).all()
 
 
 @pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
 def test_a_bias_that_rounds_to_zero_is_refused(dtype):
+    values = [-(10.0**-exponent) for exponent in (1, 8, 40, 300)]
+    bias = lambda value: te.mask_to_bias([False], dtype, value=value)
+    rounded = np.asarray(values).astype(jnp.dtype(dtype))
     with jax.enable_x64():
-        for exponent in (1, 8, 40, 300):
-            value = -(10.0**-exponent)
-            if float(np.asarray(value).astype(jnp.dtype(dtype))) < 0:
-                assert np.asarray(te.mask_to_bias([False], dtype, value=value)) < 0
-            else:
-                with pytest.raises(
-                    ValueError, match=rf"^value: wanted a number below 0 that {dtype}"
-                ):
-                    te.mask_to_bias([False], dtype, value=value)
+        held = [value for value, number in zip(values, rounded, strict=True) if number < 0]
+        assert (np.stack(jax.jit(lambda: [*map(bias, held)])()) < 0).all()
+        for value in values[len(held) :]:
+            with pytest.raises(ValueError, match=rf"^value: wanted a number below 0 that {dtype}"):
+                bias(value)
 
 
 @pytest.mark.filterwarnings("ignore:Explicitly requested dtype")
