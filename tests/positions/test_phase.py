@@ -116,9 +116,9 @@ def test_the_phase_of_a_float_is_the_exact_product():
         ]
     ).astype(np.float32)
     units = [1, 2**32 - 1, 2**64 - 1, 2**63 + 2**31, *map(int, random.integers(1, 2**62, 20))]
+    phase_of = jax.jit(phase._float_phase)
     for unit in units:
-        words = phase.words_of_fixed_point([unit])
-        got = phase._float_phase(jnp.asarray(magnitudes)[:, None], words)
+        got = phase_of(magnitudes[:, None], phase.words_of_fixed_point([unit]))
         whole = [int(high) << 32 | int(low) for high, low in zip(*map(np.ravel, got), strict=True)]
         for magnitude, number in zip(magnitudes.tolist(), whole, strict=True):
             exact = math.floor(fractions.Fraction(magnitude) * unit)

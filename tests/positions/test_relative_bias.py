@@ -68,11 +68,16 @@ def test_alibi_bias_of_mpts_key_row(num_heads):
 @pytest.mark.slow
 @pytest.mark.parametrize("dtype", [jnp.float16, jnp.bfloat16, jnp.float32])
 def test_alibi_bias_and_the_masks_bias_are_finite_and_hide_at_any_distance(dtype):
-    mask = te.AttentionMask(te.TokenPositions(EXTREMES), causal=True).dense()
-    bias = alibi_bias(EXTREMES, EXTREMES, num_heads=12, causal=True, dtype=dtype)
-    total = np.asarray(te.mask_to_bias(mask, dtype)) + np.asarray(bias)
-    weights = np.asarray(jax.jit(jax.nn.softmax)(total), np.float64)
-    assert np.isfinite(total).all()
+
+    @jax.jit
+    def biased(positions):
+        mask = te.AttentionMask(te.TokenPositions(positions), causal=True).dense()
+        bias = alibi_bias(positions, positions, num_heads=12, causal=True, dtype=dtype)
+        total = te.mask_to_bias(mask, dtype) + bias
+        return mask, jnp.isfinite(total), jax.nn.softmax(total).astype(jnp.float32)
+
+    mask, is_finite, weights = map(np.asarray, biased(EXTREMES.astype(np.int32)))
+    assert is_finite.all()
     assert np.isfinite(weights).all()
     assert not np.where(mask, 0, weights).any()
 
@@ -144,12 +149,15 @@ def test_many_buckets_need_no_memory_of_their_own():
 
 
 def test_biases_without_a_batch_axis_have_none():
-    assert alibi_bias([0, 1], [0, 1, 2], 4, causal=True).shape == (4, 2, 3)
-    assert relative_position_buckets([0, 1], [0, 1, 2], causal=False).shape == (2, 3)
+    alibi = functools.partial(alibi_bias, num_heads=4, causal=True)
+    buckets = functools.partial(relative_position_buckets, causal=False)
     with jax.numpy_rank_promotion("raise"):
-        assert alibi_bias([0, 1], [[0, 1, 2]] * 5, 4, causal=True).shape == (5, 4, 2, 3)
-        buckets = relative_position_buckets([[0, 1]] * 5, [0, 1, 2], causal=False)
-        assert buckets.shape == (5, 2, 3)
+        alone = jax.eval_shape(lambda: [f([0, 1], [0, 1, 2]) for f in (alibi, buckets)])
+        of_batch = jax.eval_shape(
+            lambda: [alibi([0, 1], [[0, 1, 2]] * 5), buckets([[0, 1]] * 5, [0, 1, 2])]
+        )
+    assert [array.shape for array in alone] == [(4, 2, 3), (2, 3)]
+    assert [array.shape for array in of_batch] == [(5, 4, 2, 3), (5, 2, 3)]
 
 
 @pytest.mark.slow

@@ -23,48 +23,56 @@ def by_loop(slot, batch, length):
     return keys, is_written
 
 
-@pytest.mark.parametrize(
-    ("length", "rows"), [(1, 3), (SLOTS, 3), (SLOTS + 1, 1), (3 * SLOTS + 2, 3)]
-)
+@pytest.mark.parametrize(("length", "rows"), [(1, 3), (SLOTS + 1, 1), (3 * SLOTS + 2, 3)])
 def test_any_slots_of_any_number_of_tokens(length, rows):
     """Several tokens may have one slot, on the host and on a device."""
     random, empty = np.random.default_rng(length), np.zeros((3, SLOTS))
     new = 1.0 + np.arange(length)[None] + 100 * np.arange(3)[:, None]
-    write = jax.jit(te.write_cache)
+
+    @jax.jit
+    def write(slot):
+        """On a device, a slot may be outside the cache."""
+        batch = te.write_cache(empty, new, slot)
+        if rows == 1:
+            return batch, None
+        cache = te.TokenPositions.empty(3, SLOTS), empty
+        tokens = te.TokenPositions([range(length)] * 3, segment_ids=[[1] * length] * 3)
+        return batch, jax.vmap(te.write_cache)(cache, (tokens, new), slot)
+
     for _ in range(4):
         slot = random.integers(-1, SLOTS, (rows, length))
-        keys, is_written = by_loop(slot, 3, length)
-        for call in (te.write_cache, write):
-            got = call(empty, new, slot)
-            equal(got, (keys, is_written))
-        # On a device, a slot may be outside the cache.
-        slot = random.integers(-3, SLOTS + 3, (rows, length))
-        equal(write(empty, new, slot), by_loop(slot, 3, length))
-        if rows == 3:
-            row_cache = te.TokenPositions.empty(3, SLOTS), empty
-            row_new = te.TokenPositions([range(length)] * 3, segment_ids=[[1] * length] * 3), new
-            (held, keys), is_written = jax.vmap(write)(row_cache, row_new, slot)
-            equal((keys, is_written), by_loop(slot, 3, length))
-            equal(held.positions, np.maximum(np.asarray(keys) % 100 - 1, 0))
+        equal(te.write_cache(empty, new, slot), by_loop(slot, 3, length))
+        for slots in (slot, random.integers(-3, SLOTS + 3, (rows, length))):
+            batch, each_row = write(slots)
+            expected = by_loop(slots, 3, length)
+            equal(batch, expected)
+            if each_row:
+                (held, keys), is_written = each_row
+                equal((keys, is_written), expected)
+                equal(held.positions, np.maximum(np.asarray(keys) % 100 - 1, 0))
 
 
 @pytest.mark.parametrize("length", [3, 7])
 def test_a_ring_keeps_the_latest_tokens_of_each_row(length):
     """With padding on the left, and then one token more."""
     lengths = np.array([length, length - 2])
-    prompt = te.TokenPositions.from_lengths(lengths, length, padding_side="left")
-    slot = np.where(prompt.padding_mask, np.asarray(prompt.positions) % SLOTS, -1)
-    for call in (te.write_cache, jax.jit(te.write_cache)):
-        ring, _ = call(te.TokenPositions.empty(2, SLOTS), prompt, slot)
+
+    @jax.jit
+    def written():
+        prompt = te.TokenPositions.from_lengths(lengths, length, padding_side="left")
+        slot = jnp.where(prompt.padding_mask, prompt.positions % SLOTS, -1)
+        ring, _ = te.write_cache(te.TokenPositions.empty(2, SLOTS), prompt, slot)
         step = te.TokenPositions.from_offset(lengths, 1)
-        ring, written = call(ring, step, np.asarray(step.positions) % SLOTS)
-        assert np.asarray(written).all()
-        positions, is_held = np.asarray(ring.positions), np.asarray(ring.padding_mask)
-        for row, count in enumerate(lengths):
-            held = positions[row][is_held[row]]
-            equal(np.sort(held), np.arange(max(0, count + 1 - SLOTS), count + 1))
-        mask = te.AttentionMask(step, ring, causal=True, window=(SLOTS - 1, 0)).dense()
-        equal(np.asarray(mask).sum((1, 2, 3)), np.minimum(lengths + 1, SLOTS))
+        ring, is_written = te.write_cache(ring, step, step.positions % SLOTS)
+        mask = te.AttentionMask(step, ring, causal=True, window=(SLOTS - 1, 0))
+        return ring.positions, ring.padding_mask, is_written, mask.dense()
+
+    positions, is_held, is_written, mask = map(np.asarray, written())
+    assert is_written.all()
+    for row, count in enumerate(lengths):
+        held = positions[row][is_held[row]]
+        equal(np.sort(held), np.arange(max(0, count + 1 - SLOTS), count + 1))
+    equal(mask.sum((1, 2, 3)), np.minimum(lengths + 1, SLOTS))
 
 
 def test_slots_that_may_be_of_rows_or_of_tokens_are_refused():
@@ -72,11 +80,16 @@ def test_slots_that_may_be_of_rows_or_of_tokens_are_refused():
     cache, tokens = te.TokenPositions.empty(2, SLOTS), te.TokenPositions.from_offset(3, 2)
     with pytest.raises(ValueError, match=r"^slot: wanted shape \[1, 2\] for a slot of each token"):
         te.write_cache(cache, tokens, tokens.positions % SLOTS)
-    batch = te.TokenPositions.from_offset([3], 2)
-    equal(te.write_cache(cache, batch, [3, 4])[1], [[True, True], [True, False]])
-    equal(te.write_cache(cache, tokens, [[3, 4]])[1], [[True, True]] * 2)
-    equal(te.write_cache(cache[:1], tokens[:1], [3])[1], [[True]])
-    equal(te.write_cache(cache, tokens[:1], [3, 4])[1], [[True]] * 2)
+
+    @jax.jit
+    def written():
+        batch = te.TokenPositions.from_offset([3], 2)
+        writes = [(cache, batch, [3, 4]), (cache, tokens, [[3, 4]])]
+        writes += [(cache[:1], tokens[:1], [3]), (cache, tokens[:1], [3, 4])]
+        return [te.write_cache(*each)[1] for each in writes]
+
+    expected = [[True, True], [True, False]], [[True, True]] * 2, [[True]], [[True]] * 2
+    assert [array.tolist() for array in written()] == [*expected]
 
 
 def test_more_tokens_than_slots_need_a_slot_each():

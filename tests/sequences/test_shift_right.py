@@ -30,15 +30,21 @@ def test_ids_are_shifted_as_by_a_loop(shape):
     random = np.random.default_rng(len(shape))
     ids = random.integers(-5, 90, shape).astype(np.int32)
     of_all = np.sort(random.integers(0, 3, shape), axis=-1)[..., ::-1]
-    for segment_ids in (None, of_all, of_all[(0,) * (len(shape) - 1)]):
-        shift = functools.partial(te.shift_right, first_id=8, segment_ids=segment_ids)
-        expected = by_loop(ids, 8, segment_ids)
-        with jax.numpy_rank_promotion("raise"):
-            equal(shift(ids), expected)
-            if ids.ndim == 1:
-                equal(jax.jit(shift)(ids), expected)
-        if ids.ndim > 2 and segment_ids is not of_all:
-            equal(jax.vmap(shift)(ids), expected)
+    of_row = of_all[(0,) * (len(shape) - 1)]
+
+    @jax.jit
+    def shifted(ids, of_all, of_row):
+        calls = [te.shift_right, functools.partial(te.shift_right, segment_ids=of_row)]
+        found = [call(ids, 8) for call in calls]
+        if ids.ndim > 2:
+            found = [jax.vmap(lambda ids, call=call: call(ids, 8))(ids) for call in calls] + found
+        return [te.shift_right(ids, 8, segment_ids=of_all), *found]
+
+    with jax.numpy_rank_promotion("raise"):
+        found = shifted(ids, of_all, of_row)
+    expected = [by_loop(ids, 8, segment_ids) for segment_ids in (of_all, None, of_row)]
+    expected += expected[1:] * (len(shape) > 2)
+    equal(found, expected)
 
 
 def test_shifted_ids_equal_the_inputs_of_a_causal_model():

@@ -67,24 +67,22 @@ WITHOUT_BATCH = {
 }
 
 
-@jax.jit
-def forms(mask):
-    return mask.dense(), mask.tile(1, 0, (2, 3)), mask.tile_kinds((2, 2))
-
-
 @pytest.mark.parametrize("name", WITHOUT_BATCH)
 def test_tokens_without_a_batch_axis_and_their_masks_have_none(name):
-    tokens = WITHOUT_BATCH[name]()
-    assert {array.shape for array in jax.tree.leaves(tokens)} == {(4,)}
-    assert len(tokens) == 4
-    assert tokens.padding_mask.shape == (4,)
-    batch = jax.tree.map(lambda array: np.asarray(array)[None], tokens)
-    first, second = (te.AttentionMask(each, causal=True) for each in (tokens, batch))
-    masks = [(first, second)] + [(first & first, second & second)] * (name == "from_ids")
-    for alone, whole in masks:
-        found = forms(alone)
-        assert found[0].shape[0] == 1
-        equal(found, jax.tree.map(lambda array: np.asarray(array)[0], forms(whole)))
+    """What the masks of such tokens say is drawn, in the mode "rows alone"."""
+
+    def made():
+        tokens = WITHOUT_BATCH[name]()
+        assert len(tokens) == 4
+        mask = te.AttentionMask(tokens, causal=True)
+        masks = [mask] + [mask & mask] * (name == "from_ids")
+        forms = [(each.dense(), each.tile(1, 0, (2, 3)), each.tile_kinds((2, 2))) for each in masks]
+        return (tokens, tokens.padding_mask), forms
+
+    arrays, masks = jax.eval_shape(made)
+    assert {array.shape for array in jax.tree.leaves(arrays)} == {(4,)}
+    for forms in masks:
+        assert [form.shape for form in forms] == [(1, 4, 4), (2, 3), (2, 2)]
 
 
 WITH_BATCH = {
@@ -99,25 +97,35 @@ WITH_BATCH = {
 
 @pytest.mark.parametrize("name", WITH_BATCH)
 def test_one_array_with_a_batch_axis_gives_all_of_them_one(name):
-    tokens = WITH_BATCH[name]()
+    tokens = jax.eval_shape(WITH_BATCH[name])
     assert {array.ndim for array in jax.tree.leaves(tokens)} == {2}
     assert len(tokens) == 2
-    assert te.AttentionMask(tokens, causal=True).dense().shape[1:] == (1, 4, 4)
+    dense = jax.eval_shape(lambda: te.AttentionMask(WITH_BATCH[name](), causal=True).dense())
+    assert dense.shape[1:] == (1, 4, 4)
 
 
 def test_tokens_without_a_batch_axis_are_used_for_every_batch_row():
     """As queries, as keys, beside a mask of a batch, and as the new tokens of a cache."""
-    row, batch = TokenPositions([2, 3]), TokenPositions([[0, 1, 2], [1, 2, 3]])
-    with jax.numpy_rank_promotion("raise"):
+
+    @jax.jit
+    def found():
+        row, batch = TokenPositions([2, 3]), TokenPositions([[0, 1, 2], [1, 2, 3]])
         mask = te.AttentionMask(row, batch, causal=True)
-        equal(mask.dense(), te.AttentionMask(TokenPositions([[2, 3]]), batch, causal=True).dense())
+        same = te.AttentionMask(TokenPositions([[2, 3]]), batch, causal=True)
         other = te.AttentionMask(row, TokenPositions([0, 1, 2]), causal=True)
-        equal((mask & other).dense(), np.asarray(mask.dense()) & np.asarray(other.dense()))
-        equal((other | mask).tile_kinds((1, 3)), (mask | other).tile_kinds((1, 3)))
-        assert te.AttentionMask(batch, row, causal=True).tile(0, 0, (3, 2)).shape == (2, 3, 2)
-    slots, written = te.write_cache(
-        te.TokenPositions.empty(2, 3), TokenPositions.from_offset(4, 2), 0
-    )
+        dense = [each.dense() for each in (mask, same, mask & other, other)]
+        kinds = [each.tile_kinds((1, 3)) for each in (other | mask, mask | other)]
+        tile = te.AttentionMask(batch, row, causal=True).tile(0, 0, (3, 2))
+        tokens = TokenPositions.from_offset(4, 2)
+        return dense, kinds, tile, te.write_cache(te.TokenPositions.empty(2, 3), tokens, 0)
+
+    with jax.numpy_rank_promotion("raise"):
+        dense, kinds, tile, (slots, written) = found()
+    mask, same, joined, other = map(np.asarray, dense)
+    equal(mask, same)
+    equal(joined, mask & other)
+    equal(*kinds)
+    assert tile.shape == (2, 3, 2)
     equal(slots.positions, [[4, 5, 0]] * 2)
     assert written.shape == (2, 2)
 

@@ -14,7 +14,7 @@ T = te.TokenPositions
 on_device = jax.jit(T.from_parents)
 
 
-@pytest.mark.parametrize("length", [1, 2, 8, 31])
+@pytest.mark.parametrize("length", [1, 7, 8])
 def test_chains_and_cycles_of_any_length(length):
     """Paths are followed in steps of doubled length, and must be followed to the end."""
     chain = np.arange(length) - 1
@@ -41,7 +41,7 @@ def test_chains_and_cycles_of_any_length(length):
 
 def test_places_are_in_depth_first_order():
     random = np.random.default_rng(0)
-    for length in (1, 6, 13):
+    for length in (1, 7, 8):
         numbers = np.array([random.integers(-1, max(n, 1)) if n else -1 for n in range(length)])
         tree, expected = (
             T.from_parents(numbers, offset=4),
@@ -55,7 +55,8 @@ def test_places_are_in_depth_first_order():
 def test_each_answer_sees_the_prompt_and_itself():
     parents = te.shared_prefix_parents([2, 0], [[2, 1], [2, 2]], 6)
     equal(parents, [[-1, 0, 1, 2, 1, -2], [-1, 0, -1, 2, -2, -2]])
-    mask = te.AttentionMask(T.from_parents(parents), causal=True).dense()[:, 0].astype(int)
+    mask = te.AttentionMask(T.from_parents(np.asarray(parents)), causal=True).dense()
+    mask = np.asarray(mask)[:, 0].astype(int)
     prompt_and_two = [[1, 0, 0, 0, 0], [1, 1, 0, 0, 0], [1, 1, 1, 0, 0], [1, 1, 1, 1, 0]]
     equal(mask[0, :5, :5], [*prompt_and_two, [1, 1, 0, 0, 1]])
     equal(mask[1, :4, :4], [[1, 0, 0, 0], [1, 1, 0, 0], [0, 0, 1, 0], [0, 0, 1, 1]])
