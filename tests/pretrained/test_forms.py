@@ -56,7 +56,7 @@ SPACE = draws.Space(
         "is_saved_again": [False, True],
     },
     default=84,
-    quick=30,
+    quick=15,
 )
 PART = "thinker."
 PROGRAM = """\

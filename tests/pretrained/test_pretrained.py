@@ -6,7 +6,6 @@ import re
 
 import embeddings
 import haiku as hk
-import jax
 import numpy as np
 import pytest
 from cases import few
@@ -21,7 +20,6 @@ from checkpoints import (
     load_embedder,
     load_table,
     rotary_of,
-    save_embedder,
     tensors_of,
     unpack,
 )
@@ -68,9 +66,7 @@ def test_embeddings_are_the_originals(name):
 def test_the_layers_embeddings_are_the_originals(name):
     case, found = CASES[name], load(name)
     apply = functools.partial(te.Embedder(found.config).apply, is_training=False)
-    # Compiling each layer takes a second.
-    with jax.disable_jit():
-        ours = apply(found.params, None, case["ids"], token_types=case.get("token_types"))
+    ours = apply(found.params, None, np.int32(case["ids"]), token_types=case.get("token_types"))
     seen = np.not_equal(case["ids"], PAD) | (not name.startswith("m2m100"))
     assert_same(np.asarray(ours)[seen], unpack(case["embeddings"])[seen])
 
@@ -87,7 +83,7 @@ ROTARY = [(name, n) for name, case in CASES.items() for n in range(len(case.get(
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "n"), few(ROTARY, 10))
+@pytest.mark.parametrize(("name", "n"), few(ROTARY, 7))
 def test_rotated_heads_are_the_originals(name, n):
     """[positions, 1, head_dim]."""
     case = CASES[name]["rotary"][n]
@@ -122,19 +118,15 @@ def test_t5_bias_is_the_originals(name):
 
 @pytest.mark.parametrize("name", HEADS)
 def test_logits_equal_the_model(name):
-    """Of the model's own hidden states, also from a file that was saved."""
+    """Of the model's own hidden states. Saving and loading are drawn in test_forms.py."""
     case = HEADS[name]
     found = load_embedder(checkpoint(case), stack=case["stack"])
     used = [
         key for key in case["tensors"] if re.search("head|final_logits|embed_out|pred_|output", key)
     ]
     assert sorted(used) == sorted(each for key, each in found.names.items() if "output" in key)
-    save_embedder("saved", *found)
-    saved = load_embedder("saved")
-    assert saved.config == found.config
-    for each in (found, saved):
-        output = te.Embedder(each.config).output(each.params)
-        assert_same(te.linear_logits(unpack(case["states"]), output), unpack(case["logits"]))
+    output = te.Embedder(found.config).output(found.params)
+    assert_same(te.linear_logits(unpack(case["states"]), output), unpack(case["logits"]))
 
 
 NOT_THERE = (

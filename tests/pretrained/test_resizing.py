@@ -4,6 +4,7 @@ on a line, are drawn in tests/layers/test_draws_layers.py."""
 import dataclasses
 import functools
 
+import jax
 import numpy as np
 import pytest
 from compare import equal, near
@@ -29,7 +30,8 @@ def test_new_rows_are_drawn_like_each_channel_and_unlike_the_output_layer_s():
     old = (1 + 2 * normal(0, 200, 16)) * np.arange(1, 17, dtype=np.float32)
     tables = {"embeddings": old, "output_embeddings": old}
     config = te.EmbedderConfig(200, 16, output=te.OutputConfig(tied=False))
-    grown = changed({TOKENS: tables}, config, KEY, vocab_size=4200)[TOKENS]
+    grow = lambda tables: changed({TOKENS: tables}, config, KEY, vocab_size=4200)[TOKENS]
+    grown = jax.jit(grow)(tables)
     rows, others = (np.asarray(grown[name], np.float64) for name in tables)
     equal(rows[:200], old)
     # Five times the deviation of the mean of 4000 normal samples, 4000**-0.5, and of their deviation,
@@ -56,10 +58,10 @@ def test_a_grid_is_resized_like_an_image(shape):
     table, config = normal(0, 1 + 12, 4), dataclasses.replace(CONFIG, scheme=te.Learned(13))
     params = PARAMS | {POSITIONS: {"embeddings": table}}
     scheme, grids = te.Learned(1 + shape[0] * shape[1]), ((3, 4), shape)
-    found = changed(params, config, grids=grids, scheme=scheme)[POSITIONS]["embeddings"]
+    found = jax.jit(lambda: changed(params, config, grids=grids, scheme=scheme)[POSITIONS])()
     along = weights(3, shape[0]), weights(4, shape[1])
     expected = np.einsum("ia,jb,abc->ijc", *along, table[1:].reshape(3, 4, 4).astype(np.float64))
-    found = np.asarray(found)
+    found = np.asarray(found["embeddings"])
     equal(found[0], table[0])
     near(found[1:], expected.reshape(-1, 4), atol=2e-6)
 
@@ -68,17 +70,27 @@ def test_a_grid_is_resized_like_an_image(shape):
 def test_rows_are_padded_and_spread_and_put_back(vocab_size, multiple):
     """Each id keeps its row, and rows without an id are zeros; only new ones need a key."""
     other = dataclasses.replace(CONFIG, vocab_size=vocab_size, row_multiple=multiple, spread=True)
-    moved = te.pretrained.resize(PARAMS, CONFIG, other, rng=KEY if vocab_size > 11 else None)
-    rows = te.Embedder(other).apply(moved, None, np.arange(4), is_training=False)
-    equal(rows, te.Embedder(CONFIG).apply(PARAMS, None, np.arange(4), is_training=False))
-    for leaf in moved[TOKENS].values():
+    key = KEY if vocab_size > 11 else None
+
+    @jax.jit
+    def found(params):
+        moved = te.pretrained.resize(params, CONFIG, other, rng=key)
+        assert moved[POSITIONS]["embeddings"] is params[POSITIONS]["embeddings"]
+        back = te.pretrained.resize(moved, other, CONFIG, rng=KEY)
+        rows = [
+            te.Embedder(each).apply(tables, None, np.arange(4), is_training=False)
+            for each, tables in ((CONFIG, params), (other, moved))
+        ]
+        return moved[TOKENS], back[TOKENS], rows
+
+    moved, back, rows = found(PARAMS)
+    equal(*rows)
+    for leaf in moved.values():
         assert leaf.shape[0] == other.rows
         assert np.count_nonzero(np.asarray(leaf).reshape(other.rows, -1).any(1)) == vocab_size
     kept = min(vocab_size, 11)
-    back = te.pretrained.resize(moved, other, CONFIG, rng=KEY)[TOKENS]
     for name, leaf in PARAMS[TOKENS].items():
         equal(np.asarray(back[name])[:kept], np.asarray(leaf)[:kept])
-    assert moved[POSITIONS]["embeddings"] is PARAMS[POSITIONS]["embeddings"]
 
 
 @pytest.mark.parametrize("max_len", [3, 4, 4000])
@@ -87,8 +99,8 @@ def test_kept_positions_stay_and_new_ones_are_sampled_like_them(max_len, start):
     config = dataclasses.replace(CONFIG, scheme=te.Learned(4, start=start))
     scheme = te.Learned(max_len, start=start)
     old = np.asarray(PARAMS[POSITIONS]["embeddings"])
-    moved = changed(config=config, rng=KEY, scheme=scheme, keep_positions=True)
-    new = np.asarray(moved[POSITIONS]["embeddings"])
+    move = lambda: changed(config=config, rng=KEY, scheme=scheme, keep_positions=True)
+    new = np.asarray(jax.jit(move)()[POSITIONS]["embeddings"])
     equal(new[:4], old[:max_len])
     assert new.shape == (max_len, 4)
     if max_len > 4:
