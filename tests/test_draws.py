@@ -42,7 +42,7 @@ def test_default_run_meets_every_value_of_every_option():
     # That one loads models to say what its draws may choose, so it has a test of its own.
     spaces = draw_coverage.spaces(but=["test_forms"])
     assert len(spaces) > 10
-    missed = {name: draw_coverage.missed_values(space, 400) for name, space in spaces.items()}
+    missed = {name: draw_coverage.missed_values(space, 150) for name, space in spaces.items()}
     assert missed == {name: [] for name in spaces}
 
 

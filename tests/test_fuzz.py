@@ -61,7 +61,7 @@ def test_any_argument_gives_a_right_result_or_an_error(function, good):
         from matplotlib.figure import Figure  # noqa: PLC0415
 
         good = good | {"ax": Figure().subplots()}
-    changes = [(None, None), *few(itertools.product(sorted(names), VALUES), 15)]
+    changes = [(None, None), *few(itertools.product(sorted(names), VALUES), 10)]
     for name, value in changes:
         arguments = good if name is None else good | {name: bounded(name, value)}
         with named_on_failure(arguments):

@@ -84,8 +84,9 @@ def test_busiest_device_is_found_among_all_rows():
     page = functions_of(FOLDER / "contexts_over_devices.md", "busiest", "documents", "DEVICES")
     rows = np.concatenate([page.documents(2048, number) for number in (1, 5)])
     tokens = te.TokenPositions.from_segment_ids(rows)
-    dense = te.AttentionMask(tokens, causal=True).dense()
-    blocks = np.asarray(dense).reshape(2, 16, 128, 16, 128).any((2, 4))
+    dense = np.equal(rows[:, :, None], rows[:, None]) & np.tri(2048, dtype=bool)
+    dense &= rows[:, None] > 0
+    blocks = dense.reshape(2, 16, 128, 16, 128).any((2, 4))
     work = blocks.sum((0, 2)).reshape(page.DEVICES, -1).sum(1)
     assert page.busiest(tokens, np.arange(2048)) == work.max() / work.mean()
 
@@ -640,10 +641,6 @@ def test_patterns_of_masks_hold_in_other_batches(call, pairs, seed):
     allowed = (segments[:, :, None] == segments[:, None]) & (segments[:, None] > 0)
     allowed &= eval(pairs, names)
     np.testing.assert_array_equal(np.asarray(mask.dense())[:, 0], allowed)
-    if seed == 0:
-        kinds, tiles = np.asarray(mask.tile_kinds((8, 8))), allowed.reshape(3, 3, 8, 3, 8)
-        assert not tiles.any((2, 4))[kinds == 0].any()
-        assert tiles.all((2, 4))[kinds == 2].all()
 
 
 def test_text_sees_its_latest_image_and_a_token_of_a_tree_few_ancestors():

@@ -8,6 +8,7 @@ import numpy as np
 import optax
 import pytest
 from compare import equal
+from drawn import drawn
 from meshes import EXPLICIT, mesh_of, put
 
 import transformer_embed as te
@@ -30,7 +31,7 @@ def test_the_first_steps_of_a_loop_share_one_compilation():
 @pytest.mark.slow
 def test_training_goes_on_after_an_exchange_that_overflows():
     """8 devices: the step is skipped, with parameters and state as they were."""
-    mesh, optimizer = mesh_of((8,), ("x",), EXPLICIT), optax.adam(0.1)
+    mesh, optimizer = mesh_of((8,), ("x",), EXPLICIT), optax.sgd(0.1, momentum=0.9)
     params = {"table": jnp.ones((32_768, 16))}
     place = lambda leaf: put(mesh, leaf, *["x"] * (leaf.ndim == 2))
     held = jax.tree.map(place, (params, optimizer.init(params)))
@@ -61,9 +62,9 @@ def test_flax_may_hold_a_sharded_table(tmp_path):
     from flax import nnx  # noqa: PLC0415
 
     mesh, config = mesh_of((8,), ("x",)), te.EmbedderConfig(17, 16, row_multiple=8)
-    ((path, layer),) = te.Embedder(config).init(jax.random.key(0)).items()
+    ((path, layer),) = drawn(te.Embedder(config).init).items()
     table = put(mesh, layer["embeddings"], "x")
-    x = jnp.ones(16)
+    x = np.ones(16, np.float32)
     for lookup in (te.lookup, jax.jit(te.lookup)):
         equal(lookup(nnx.Param(table), np.array([3])), te.lookup(table, [3]))
     equal(te.linear_logits(x, nnx.Param(table)), te.linear_logits(x, table))
@@ -73,15 +74,15 @@ def test_flax_may_hold_a_sharded_table(tmp_path):
     equal(saved[path]["embeddings"], layer["embeddings"])
 
 
-@pytest.mark.parametrize(
-    ("spec", "rows"), [(("y", None), 1), ((None, "x"), 4), (("y", "x"), 1), (("y", "x"), 4)]
-)
+@pytest.mark.parametrize(("spec", "rows"), [((None, "x"), 4), (("y", "x"), 1)])
 def test_a_cache_that_explicit_axes_split_takes_tokens_that_they_do_not_split(spec, rows):
     """As the offset of a step of decoding, which all rows may share."""
     mesh = mesh_of((2, 4), ("y", "x"), EXPLICIT)
-    new = te.TokenPositions.from_offset(np.arange(rows), 3), np.ones((rows, 3, 4, 2), np.float32)
+    positions = np.arange(rows)[:, None] + np.arange(3)
+    tokens = te.TokenPositions(positions, segment_ids=np.ones_like(positions))
+    new = tokens, np.ones((rows, 3, 4, 2), np.float32)
     cache = te.TokenPositions.empty(4, 8), np.zeros((4, 8, 4, 2), np.float32)
-    slot = jnp.array([2, 0, 7, 8])
+    slot = jnp.asarray(np.int32([2, 0, 7, 8]))
     expected = te.write_cache(cache, new, slot)
     with jax.set_mesh(mesh):
         cache = put(mesh, cache[0], *spec), put(mesh, cache[1], *spec[:1], None, *spec[1:])
