@@ -260,8 +260,12 @@ def test_sampling_keeps_the_most_probable_ids():
     page = functions_of(DECODING_RECIPES, "keep_top_k", "keep_top_p", "keep_min_p")
     logits = np.random.default_rng(12).normal(size=(50, 9)).astype(np.float32) * 2
     probs = np.exp(logits) / np.exp(logits).sum(-1, keepdims=True)
-    got = [page.keep_top_k(logits, 3), page.keep_top_p(logits, 0.8), page.keep_min_p(logits, 0.2)]
-    got = [np.asarray(each) for each in got]
+    keep = lambda logits: (
+        page.keep_top_k(logits, 3),
+        page.keep_top_p(logits, 0.8),
+        page.keep_min_p(logits, 0.2),
+    )
+    got = [np.asarray(each) for each in jax.jit(keep)(logits)]
     for row, of_row in enumerate(probs):
         best_first = np.argsort(-of_row)
         enough = 1 + int(np.argmax(np.cumsum(of_row[best_first]) >= 0.8))

@@ -88,7 +88,7 @@ def test_arguments_that_change_nothing_are_left_out():
         assert kernel(mask, order="full") == {"causal": True, "segment_ids": None}
     chunks = AttentionMask(FULL, causal=True, chunk=8)
     rows = te.kernels.mha_kwargs(chunks, order="full")["segment_ids"]
-    equal(np.diff(rows) != 0, np.diff(FULL.positions // 8) != 0)
+    equal(np.diff(rows) != 0, np.diff(np.asarray(FULL.positions) // 8) != 0)
     mask = AttentionMask(TokenPositions(range(9)), causal=False)
     assert te.kernels.dot_product_attention_kwargs(mask) == {"is_causal": False}
     # Nor the order of a row.
@@ -142,7 +142,8 @@ def test_part_of_tokens_must_come_from_the_keys():
     ):
         mask_of_splash(AttentionMask(part((last + 1) * is_token), keys, causal=True), **options)
     # Without segments of their own, where the keys are one sequence.
-    mask = AttentionMask(TokenPositions(RIGHT.positions[:, 128:192]), RIGHT, causal=True)
+    positions = np.asarray(RIGHT.positions)[:, 128:192]
+    mask = AttentionMask(TokenPositions(positions), RIGHT, causal=True)
     assert_mask(mask_of_splash(mask, **options), mask)
 
 
@@ -229,9 +230,12 @@ def attend_on_a_mesh(mask, *heads):
     return jax.shard_map(jax.vmap(call), **options)(kernels, *heads, segment_ids)
 
 
-SECOND_HALF = TokenPositions(
-    np.asarray(PACKED.positions)[:, 128:], segment_ids=np.asarray(PACKED.segment_ids)[:, 128:]
-)
+def since(start, tokens):
+    positions, segments = np.asarray(tokens.positions), np.asarray(tokens.segment_ids)
+    return TokenPositions(positions[:, start:], segment_ids=segments[:, start:])
+
+
+SECOND_HALF = since(128, PACKED)
 # The queries of the first row see no key.
 SHORT = tokens_between([0, 0], [0, 217], 384)
 # A function of heads, and its mask.
@@ -285,8 +289,8 @@ def test_steps_run_the_tiles_in_which_a_pair_may_attend_and_load_no_others():
 def test_a_row_of_tiles_runs_one_even_if_all_of_its_queries_are_padding():
     """Else their softmax would have no keys, and the outputs would be NaN. Here, the window leaves the
     last two of three tiles to the queries, which are the last tokens of the keys."""
-    keys = TokenPositions.from_lengths([200, 384], 384)
-    mask = AttentionMask(keys[:, 256:], keys, causal=True, window=(50, 0))
+    keys = tokens_between([0, 0], [200, 384], 384)
+    mask = AttentionMask(since(256, keys), keys, causal=True, window=(50, 0))
     kernels, _ = te.kernels.splash_kernels(
         mask, HEADS, order="right", q_offset=256, block_sizes=BLOCKS, interpret=True
     )
