@@ -58,6 +58,7 @@ def with_kinds(chosen):
 
 SELF = draws.Space(
     {
+        "block_ids": ["[0] * 4 + [-1] * 8", "[-1, 2, 2, 0, 0, 0, 2, -1, -1, -5, 7, 7]"],
         "kind": list(batches.MAKE),
         "order": ORDERS,
         "mode": of_rows,
@@ -65,7 +66,6 @@ SELF = draws.Space(
         **batches.rule_options(lambda chosen: chosen["kind"] in batches.TREES),
         "other": others,
         "blocks": blocks,
-        "block_ids": ["[0] * 4 + [-1] * 8", "[-1, 2, 2, 0, 0, 0, 2, -1, -1, -5, 7, 7]"],
         "tile": lambda chosen: (
             ["(4, 4)", "(2, 1)"]
             + (["(4, 2)"] if chosen["order"] == ORDERS[-1] else ["(3, 6)", "(1, 12)"])
@@ -73,7 +73,7 @@ SELF = draws.Space(
         "start": ["0, 0", "2, 3"],
         "with_kinds": with_kinds,
     },
-    default=18,
+    default=16,
     quick=4,
 )
 PROGRAM = """\

@@ -56,7 +56,7 @@ FUSED_BACKWARD = splash.BlockSizes(*[BLOCK] * 6, use_fused_bwd_kernel=True)
 
 
 def assert_mask(found, mask):
-    kernel_masks.assert_mask(found, mask.dense()[:, 0], mask.queries.padding_mask)
+    kernel_masks.assert_mask(found, np.asarray(mask.dense())[:, 0], mask.queries.padding_mask)
 
 
 @pytest.mark.parametrize("rule", RULES)

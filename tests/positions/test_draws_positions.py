@@ -55,7 +55,7 @@ SINUSOIDS = draws.Space(
         "mode": list(draws.MODES),
     },
     default=10,
-    quick=5,
+    quick=3,
 )
 
 
@@ -120,7 +120,7 @@ ROTATIONS = draws.Space(
         "mode": list(draws.MODES),
     },
     default=10,
-    quick=5,
+    quick=3,
 )
 
 
