@@ -82,7 +82,8 @@ def test_arguments_that_change_nothing_are_left_out():
     """Segments, but for chunks, also at two offsets; an order; a window to the right of a causal
     rule, which cuDNN refuses."""
     mask = AttentionMask(FULL, causal=True)
-    assert te.kernels.splash_kernels(mask, 1, order="full", interpret=True)[1] is None
+    rule = row_indices.RowRule(mask, "splash attention", "full")
+    assert splash_kernels.splash_segment_ids(rule) is None
     assert te.kernels.dot_product_attention_kwargs(mask, order="full") == {"is_causal": True}
     for kernel in (te.kernels.flash_attention_kwargs, te.kernels.mha_kwargs):
         assert kernel(mask, order="full") == {"causal": True, "segment_ids": None}

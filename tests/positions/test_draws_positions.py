@@ -55,7 +55,7 @@ SINUSOIDS = draws.Space(
         "mode": list(draws.MODES),
     },
     default=10,
-    quick=3,
+    quick=5,
 )
 
 

@@ -11,6 +11,7 @@ import draws
 import jax
 import numpy as np
 import pytest
+from cases import few
 from checkpoints import (
     CASES,
     HEADS,
@@ -185,7 +186,7 @@ def test_default_run_meets_every_model_and_form():
     assert draw_coverage.missed_values(SPACE, known=200) == []
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name != "llama, older"])
+@pytest.mark.parametrize("name", few([name for name in CASES if name != "llama, older"], 30))
 def test_config_json_alone_says_the_same(name):
     """Apart from the bias of an output layer, and where one model of a type has other tables."""
     path, options = stored(name)
