@@ -30,7 +30,7 @@ def test_any_slots_of_any_number_of_tokens(length, rows):
     new = 1.0 + np.arange(length)[None] + 100 * np.arange(3)[:, None]
 
     @jax.jit
-    def write(slot):
+    def write(empty, new, slot):
         """On a device, a slot may be outside the cache."""
         batch = te.write_cache(empty, new, slot)
         if rows == 1:
@@ -43,7 +43,7 @@ def test_any_slots_of_any_number_of_tokens(length, rows):
         slot = random.integers(-1, SLOTS, (rows, length))
         equal(te.write_cache(empty, new, slot), by_loop(slot, 3, length))
         for slots in (slot, random.integers(-3, SLOTS + 3, (rows, length))):
-            batch, each_row = write(slots)
+            batch, each_row = write(empty, new, slots)
             expected = by_loop(slots, 3, length)
             equal(batch, expected)
             if each_row:
