@@ -50,7 +50,9 @@ QUARTER = fractions.Fraction(1, 4)
             7, 8, te.Sinusoidal(layout="sin_cos", base=10**20, shift=QUARTER), layer_norm_eps=QUARTER
         ),
         te.EmbedderConfig(np.int64(7), 6, te.Learned(9, start=2), dropout_rate=np.float32(0.25)),
-        te.EmbedderConfig(7, 8, te.SinusoidalGrid((np.int64(3), 4), axes=(1, 0))),
+        te.EmbedderConfig(
+            7, 8, te.SinusoidalGrid((np.int64(3), 4), axes=(1, 0)), output=te.OutputConfig(scale=3, softcap=2)
+        ),
         te.EmbedderConfig(7, 8, te.SinusoidalGrid((5000,), axis_positions=[np.arange(5000) / 7])),
     ],
 )  # fmt: skip
