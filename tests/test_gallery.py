@@ -37,6 +37,13 @@ def gallery():
     sys.path.remove(str(GALLERY))
 
 
+@pytest.fixture
+def one_layer(monkeypatch):
+    """Makes one layer in place of two, which runs the same lines and compiles in less time."""
+    monkeypatch.setattr(importlib.import_module("layers").stack, "__defaults__", (1,))
+
+
+@pytest.mark.usefixtures("one_layer")
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_a_program_trains_and_is_evaluated(name, monkeypatch):
     program, layers = importlib.import_module(name), importlib.import_module("layers")
@@ -66,6 +73,7 @@ def test_a_cache_continues_a_text_as_reading_it_whole_does(name):
 TABLE = "transformer_embedding/~/token_embedding"
 
 
+@pytest.mark.usefixtures("one_layer")
 @pytest.mark.parametrize("name", ["bert", "number_words", "grpo"])
 def test_both_programs_compute_the_same_loss_from_the_same_parameters(name, monkeypatch):
     """With the vectors of the table as they are, and every id allowed, as in the plain program."""
