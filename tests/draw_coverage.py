@@ -3,7 +3,7 @@
 Usage: python tests/draw_coverage.py [--draws N] [--of N] [--all]
 
 A value is one value of one option, such as `causal=True`. A pair is two values of two options in the
-same draw. What can occur is what the first 4,000 draws meet, or as many as `--of` says: some values
+same draw. What can occur is what the first 1,000 draws meet, or as many as `--of` says: some values
 are only allowed beside others, so no list holds them.
 """
 
@@ -43,7 +43,7 @@ def missed_values(space, known):
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--draws", type=int, default=200, help="draws whose pairs are counted")
-    parser.add_argument("--of", type=int, default=4000, help="draws that show what can occur")
+    parser.add_argument("--of", type=int, default=1000, help="draws that show what can occur")
     parser.add_argument("--all", action="store_true", help="print every pair that is missing")
     given = parser.parse_args()
     for name, space in spaces().items():

@@ -1,9 +1,12 @@
 """Draws from the product of a family's options, which lists of cases leave out.
 
 A `Space` has the choices of each option. A draw is a number: it fixes a choice of each, and the
-values of the arrays. `pytest` runs a few of each family, the same in each run; `--draws 2000` runs
-the first 2,000 and `--draws 500:1000` those. `python tests/draw_coverage.py` prints what they meet. A family's test makes a program of at most ten lines from
-the choices and runs that, so a failing draw prints what repeats it (`PYTHONPATH=tests`).
+values of the arrays. `pytest` runs a few of each family, the same in each run, which meet each
+value of each option; `--draws 200` runs the first 200, which meet nearly all pairs of values, and
+`--draws 500:1000` those. `python tests/draw_coverage.py` prints what they meet.
+
+A family's test makes a program of at most ten lines from the choices and runs that, so a failing
+draw prints what repeats it (`PYTHONPATH=tests`).
 """
 
 import collections
@@ -21,21 +24,27 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 WANTED = None
 MOST_LINES = 10
+# The random draws of which `Space` takes one.
+MOST_TRIED = 20
 # The modes of `call` that need no second device and no dtype of their own.
 ONE_DEVICE = ("eager", "jit", "vmap", "scan", "remat")
 
 
 class InOrder(list):
-    """Values of an option that the draws take one after the other, as they are listed."""
+    """Values of an option that the default draws take one after the other, as they are listed."""
 
 
 class Space:
     """Draws choices of the options of a family of functions.
 
-    The values of an option take turns: no value comes again before all others have come. An option
-    may be a function of the options before it. Then each list that it returns has turns of its own,
-    so a value that is rarely allowed comes as soon as it is. Of the values that are left in a turn,
-    a draw takes the one that meets most values of other options for the first time.
+    In the default draws, the values of an option take turns: no value comes again before all others
+    have come. An option may be a function of the options before it. Then each list that it returns
+    has turns of its own, so a value that is rarely allowed comes as soon as it is. Of the values
+    that are left in a turn, a draw takes the one that meets most values of other options for the
+    first time.
+
+    The draws after the default ones are for pairs of values: each is the one of several random
+    draws that meets most pairs for the first time.
 
     Args:
         options: The values of each option, or a function from the options before it to the values.
@@ -72,42 +81,77 @@ class Space:
 
     def values_met(self, count):
         """Returns the values of options, with their names, in the first draws."""
-        return {value for draw in self._named(count) for value in draw}
+        return {value for number in range(count) for value in _named(vars(self.choices(number)))}
 
     def pairs_met(self, count):
         """Returns the pairs of values of two options in the first draws."""
-        return {pair for draw in self._named(count) for pair in itertools.combinations(draw, 2)}
-
-    def _named(self, count):
-        draws = [vars(self.choices(number)) for number in range(count)]
-        return [[(name, repr(value)) for name, value in draw.items()] for draw in draws]
+        return {pair for number in range(count) for pair in _pairs(vars(self.choices(number)))}
 
     def _next(self):
-        chosen, taken = {}, []
-        for name, options in self.options.items():
-            if isinstance(options, InOrder):
-                value = options[len(self._draws) % len(options)]
-            else:
-                values = [*(options(chosen) if callable(options) else options)]
-                value = self._take(name, values, taken)
-            chosen[name] = value
-            taken.append((name, repr(value)))
-        self._met |= set(itertools.combinations(taken, 2))
+        if len(self._draws) < self.default:
+            chosen = self._in_turns()
+        else:
+            seeds = [f"{len(self._draws)} {number}" for number in range(MOST_TRIED)]
+            chosen = max(map(self._at_random, seeds), key=self._new_pairs)
+        self._met |= _pairs(chosen)
         return chosen
 
-    def _take(self, name, values, taken):
-        """Takes a value out of the turn of this list."""
+    def _in_turns(self):
+        chosen = {}
+        for name, options in self.options.items():
+            if isinstance(options, InOrder):
+                chosen[name] = options[len(self._draws) % len(options)]
+            else:
+                left = self._left_in_turn(name, _values(options, chosen))
+                chosen[name] = left.pop(self._best(chosen, name, left))
+        return chosen
+
+    def _left_in_turn(self, name, values):
+        """Returns the values of this list that are left in its turn; if none is, of a new turn."""
         key = name, repr(values)
         if not self._left.get(key):
             turn = self._turns[key]
             random.Random(f"{key} {turn}").shuffle(values)
             self._left[key] = values
             self._turns[key] += 1
-        left = self._left[key]
-        new_pairs = [
-            sum((other, (name, repr(value))) not in self._met for other in taken) for value in left
+        return self._left[key]
+
+    def _at_random(self, seed):
+        """Returns the choices of a draw in which each meets as many new pairs as it can."""
+        generator, chosen = random.Random(seed), {}
+        for name, options in self.options.items():
+            values = _values(options, chosen)
+            generator.shuffle(values)
+            chosen[name] = values[self._best(chosen, name, values)]
+        return chosen
+
+    def _best(self, chosen, name, values):
+        """Returns the index of the first value that meets most chosen ones for the first time."""
+        others = _named(chosen)
+        new = [
+            sum((other, (name, repr(value))) not in self._met for other in others)
+            for value in values
         ]
-        return left.pop(new_pairs.index(max(new_pairs)))
+        return new.index(max(new))
+
+    def _new_pairs(self, chosen):
+        """Returns the number of pairs that no draw has met."""
+        return len(_pairs(chosen) - self._met)
+
+
+def _values(options, chosen):
+    """Returns a list of the values of an option beside what is chosen."""
+    return [*(options(chosen) if callable(options) else options)]
+
+
+def _named(chosen):
+    """Returns each value with the name of its option."""
+    return [(name, repr(value)) for name, value in chosen.items()]
+
+
+def _pairs(chosen):
+    """Returns all pairs of values of a draw."""
+    return set(itertools.combinations(_named(chosen), 2))
 
 
 @contextlib.contextmanager

@@ -32,8 +32,15 @@ def test_a_failing_draw_has_the_program_that_repeats_it():
 
 
 def test_values_in_order_come_as_they_are_listed():
-    space = draws.Space({"name": draws.InOrder("abcb")}, default=4, quick=4)
+    space = draws.Space({"name": draws.InOrder("abcb")}, default=6, quick=4)
     assert [space.choices(number).name for number in range(6)] == [*"abcbab"]
+
+
+def test_draws_after_the_default_ones_meet_each_pair_of_values():
+    options = {"length": range(6), "width": range(5), "heads": range(4)}
+    space = draws.Space(options, default=6, quick=6)
+    # The pairs of a length and a width alone take 30 draws.
+    assert len(space.pairs_met(34)) == 6 * 5 + 6 * 4 + 5 * 4
 
 
 @pytest.mark.slow
@@ -42,7 +49,10 @@ def test_default_run_meets_every_value_of_every_option():
     # That one loads models to say what its draws may choose, so it has a test of its own.
     spaces = draw_coverage.spaces(but=["test_forms"])
     assert len(spaces) > 10
-    missed = {name: draw_coverage.missed_values(space, 150) for name, space in spaces.items()}
+    missed = {
+        name: draw_coverage.missed_values(space, space.default + 10)
+        for name, space in spaces.items()
+    }
     assert missed == {name: [] for name in spaces}
 
 
