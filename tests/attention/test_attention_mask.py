@@ -88,6 +88,32 @@ def test_sinks_of_two_texts_in_another_order_than_that_of_the_row(sinks):
     equal(mask.dense()[0], expected)
 
 
+# --- kinds of tiles
+
+# Padding may have any position. In the second row, the first document goes on from an earlier batch.
+ROWS = [[0] * 2 + [1] * 5 + [2] * 9, [0] * 2 + [1] * 6 + [2] * 8]
+POSITIONS = [[99] * 2 + [*range(5), *range(9)], [99] * 2 + [*range(7, 13), *range(8)]]
+PARTS = [
+    [-1] * 4 + [5] * 4 + [-1] * 2 + [7] * 3 + [-1] * 3,
+    [0] * 3 + [-1] * 4 + [3] * 5 + [-1] * 4,
+]
+
+
+def test_kinds_of_tiles_of_packed_rows_are_no_looser_than_the_mask():
+    """A looser kind is right too, but costs a kernel time."""
+    tokens = TokenPositions(POSITIONS, segment_ids=ROWS)
+
+    @jax.jit
+    def kinds_and_masks():
+        in_parts = AttentionMask(tokens.with_block_ids(PARTS), causal=True)
+        in_chunks = AttentionMask(tokens, causal=False, chunk=2)
+        return [(mask.tile_kinds((4, 4)), mask.dense()) for mask in (in_parts, in_chunks)]
+
+    for kinds, mask in kinds_and_masks():
+        tiles = np.asarray(mask).reshape(2, 4, 4, 4, 4)
+        equal(kinds, tiles.any((2, 4)).astype(int) + tiles.all((2, 4)))
+
+
 # --- the rule as a tree
 
 TOKENS = TokenPositions([[0, 1, 2, 0], [0, 0, 1, 0]], segment_ids=[[1, 1, 1, 2], [1, 2, 2, 0]])
