@@ -41,6 +41,7 @@ def chart(monkeypatch):
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_the_chart_and_the_table_of_speeds_are_made_from_the_same_results(
     chart, monkeypatch, tmp_path
 ):

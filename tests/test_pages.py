@@ -80,6 +80,7 @@ def test_ring_attention_is_dense_attention(kind):
     near(got, jax.tree.map(lambda array: array[:, order], expected))
 
 
+@pytest.mark.slow
 def test_busiest_device_is_found_among_all_rows():
     page = functions_of(FOLDER / "contexts_over_devices.md", "busiest", "documents", "DEVICES")
     rows = np.concatenate([page.documents(2048, number) for number in (1, 5)])

@@ -58,6 +58,7 @@ def test_training_goes_on_after_an_exchange_that_overflows():
     assert step(held, few)[1] < first
 
 
+@pytest.mark.slow
 def test_flax_may_hold_a_sharded_table(tmp_path):
     from flax import nnx  # noqa: PLC0415
 

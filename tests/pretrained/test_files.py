@@ -175,6 +175,7 @@ def test_only_parameters_are_read_and_each_is_copied_once(monkeypatch):
     assert {leaf.unsafe_buffer_pointer() for leaf in leaves} == set(addresses)
 
 
+@pytest.mark.slow
 def test_added_rows_take_no_second_table():
     """Neither on one device nor on several, and a transpose is written where it belongs."""
     rows, width = 40_001, 256

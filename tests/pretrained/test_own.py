@@ -275,6 +275,7 @@ def right_or_refused(path):
         assert got.shape == tensors[tensor].shape
 
 
+@pytest.mark.slow
 @settings(max_examples=40)
 @given(st.deferred(flips), st.deferred(lambda: st.none() | st.integers(0, len(original()))))
 def test_flipped_and_truncated_files(changes, keep):

@@ -93,9 +93,8 @@ def expected(ids):
     return after
 
 
-@pytest.mark.parametrize(
-    "name", ["vmap", *(pytest.param(each, marks=pytest.mark.slow) for each in [*MAPS][1:])]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", MAPS)
 def test_mean_equals_dense_gradients_or_is_nan_where_jax_would_mix_rows(name):
     # Of the last device: all have the same parameters. Some sums of numbers below 4.
     close = functools.partial(near, rtol=1e-5, atol=1e-5)

@@ -170,6 +170,7 @@ def called(kind, function):
         return run(put(mesh, IDS, "x"), {"t": put(mesh, TABLE, "x"), "w": put(mesh, PARAMS["w"])})
 
 
+@pytest.mark.slow
 @every_kind
 def test_a_function_of_all_parameters_is_nan_unless_it_treats_rows_one_by_one(kind):
     texts = [*MAPS, *TERMS][:: 1 if kind == "plain" else 8]

@@ -195,6 +195,7 @@ AXES = ["a"], ["b"], [("a", "b")], ["a", "b"], [None, "a"], [None, "b"], []
 OF_X = [], ["a"], ["a", "b"], [None, "a"], [("a", "b")], [None, None, "a"]
 
 
+@pytest.mark.slow
 def test_logits_of_any_explicit_layout_are_split_as_the_tokens_and_the_table():
     """While they are traced; values are drawn."""
     mesh = meshes.mesh_of((2, 2), ("a", "b"), EXPLICIT)

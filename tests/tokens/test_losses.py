@@ -294,6 +294,7 @@ def test_top_k_equals_whole_logits(k):
     assert all(len({*row}) == k for row in ids.reshape(-1, k).tolist())
 
 
+@pytest.mark.slow
 def test_of_equal_ids_the_lower_one_is_first_and_no_gradient_is_left():
     table = np.float32([[0], [1], [2], [1], [2], [2]])
     assert te.linear_top_k([1.0], table, 5)[1].tolist() == [2, 4, 5, 1, 3]
@@ -308,9 +309,8 @@ def test_of_equal_ids_the_lower_one_is_first_and_no_gradient_is_left():
 # --- tokens and ids that are not there
 
 
-@pytest.mark.parametrize(
-    "name", ["cross entropy", pytest.param("divergence", marks=pytest.mark.slow)]
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["cross entropy", "divergence"])
 def test_without_tokens_nothing_is_found_and_nothing_moves(name):
     """Also where the function is mapped. A loop of no steps would fail without jit."""
     x, tables = np.zeros((5, 3, 0, WIDTH), np.float32), normal(1, 5, VOCAB, WIDTH)
@@ -467,6 +467,7 @@ def test_an_entropy_counts_if_any_candidate_does():
     assert np.isfinite(np.asarray(found)).all((0, 1)).tolist() == mask.tolist()
 
 
+@pytest.mark.slow
 def test_an_infinite_divergence_has_finite_gradients():
     """The teacher predicts ids that the student bans."""
 
@@ -537,13 +538,14 @@ def test_a_transposed_table_costs_no_memory():
 # --- narrow dtypes
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
         ("cross entropy", "float16"),
-        pytest.param("divergence", "bfloat16", marks=pytest.mark.slow),
-        pytest.param("candidates", "float16", marks=pytest.mark.slow),
-        pytest.param("top k", "bfloat16", marks=pytest.mark.slow),
+        ("divergence", "bfloat16"),
+        ("candidates", "float16"),
+        ("top k", "bfloat16"),
     ],
 )
 def test_16_bits_are_summed_in_float32(name, dtype):
