@@ -41,7 +41,6 @@ def chart(monkeypatch):
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_the_chart_and_the_table_of_speeds_are_made_from_the_same_results(
     chart, monkeypatch, tmp_path
 ):
@@ -59,6 +58,7 @@ def test_the_chart_and_the_table_of_speeds_are_made_from_the_same_results(
     assert source(chart.CHART) == chart.digest(RESULTS)
 
 
+@pytest.mark.slow
 def test_the_chart_and_the_table_of_the_documentation_are_of_the_stored_results(chart):
     results = json.loads(chart.RESULTS.read_text())
     assert f"\n{chart.table(results)}\n" in chart.PAGE.read_text()

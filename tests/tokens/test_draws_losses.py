@@ -304,7 +304,7 @@ ORDINARY = {
 }  # fmt: skip
 OF_CROSS_ENTROPY = {"weights": "tokens", "label_smoothing": "tokens", "z_loss": "column"}
 SECOND = [
-    pytest.param({"function": "cross_entropy", **OF_CROSS_ENTROPY}, marks=pytest.mark.slow),
+    {"function": "cross_entropy", **OF_CROSS_ENTROPY},
     {"function": "log_probs", "temperature": "row", "with_entropy": True},
 ]
 
@@ -314,6 +314,7 @@ def test_loss_equals_loop_over_tokens(number):
     run(number, SPACE.choices(number))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("options", SECOND)
 def test_second_derivatives_of_all_options_at_once_equal_loop_over_tokens(options):
     run(0, types.SimpleNamespace(**ORDINARY | options))

@@ -392,6 +392,7 @@ def test_if_all_ids_are_banned_losses_are_infinite_and_gradients_finite(platform
     assert all(np.isfinite(leaf).all() for leaf in jax.tree.leaves(jax.device_get(found)))
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("temperature", [1.2e-38, 1e-30, 1e30, 1e36])
 def test_padding_is_never_predicted_at_extreme_temperatures(temperature):
     output = te.OutputLayer(TABLE, BIAS, pad_id=4)
