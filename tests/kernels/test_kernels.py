@@ -287,7 +287,6 @@ def test_steps_run_the_tiles_in_which_a_pair_may_attend_and_load_no_others():
             assert loads[step] == loads[running[running >= step][0]]
 
 
-@pytest.mark.slow
 def test_a_row_of_tiles_runs_one_even_if_all_of_its_queries_are_padding():
     """Else their softmax would have no keys, and the outputs would be NaN. Here, the window leaves the
     last two of three tiles to the queries, which are the last tokens of the keys."""

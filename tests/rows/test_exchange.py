@@ -158,7 +158,6 @@ def test_rows_that_do_not_fit_are_nan_and_counted(narrow, monkeypatch):
     equal(gradient, expected)
 
 
-@pytest.mark.slow
 def test_room_that_no_request_uses_holds_no_nan():
     """Nothing reads it, but jax_debug_nans would stop at it."""
     with jax.set_mesh(MESH), jax.debug_nans(True):

@@ -294,7 +294,6 @@ def test_top_k_equals_whole_logits(k):
     assert all(len({*row}) == k for row in ids.reshape(-1, k).tolist())
 
 
-@pytest.mark.slow
 def test_of_equal_ids_the_lower_one_is_first_and_no_gradient_is_left():
     table = np.float32([[0], [1], [2], [1], [2], [2]])
     assert te.linear_top_k([1.0], table, 5)[1].tolist() == [2, 4, 5, 1, 3]
