@@ -191,6 +191,45 @@ def test_gradient_on_an_explicit_mesh_of_gpus_equals_one_device(of_table):
     assert_gradient(found, ids, cotangent)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("of_ids", "of_table", "of_rows"),
+    [("x", (None, ("x", "y")), ("x", "y")), ("y", ("x",), ("y", None))],
+)
+def test_rows_are_split_as_the_ids_and_gradients_are_rounded_once(of_ids, of_table, of_rows):
+    """Where columns and ids share an axis, and where devices add the gradients of their ids."""
+    mesh, ids = mesh_of(EXPLICIT), np.arange(64) % 4
+    table, weights = (
+        normal(n, *shape).astype(jnp.bfloat16) for n, shape in ((0, (4, 4)), (1, (64, 4)))
+    )
+
+    def total(table, ids, weights):
+        rows = te.lookup(table, ids)
+        return (rows * weights).astype(np.float32).sum(), rows
+
+    with jax.set_mesh(mesh):
+        arrays = put(mesh, table, *of_table), put(mesh, ids, of_ids), put(mesh, weights, *of_rows)
+        gradient, rows = jax.jit(jax.grad(total, has_aux=True))(*arrays)
+    assert rows.sharding.spec == jax.P(*of_rows)
+    equal(rows, table[ids])
+    exact = np.float64(weights).reshape(16, 4, 4).sum(0)
+    equal(np.asarray(gradient), exact.astype(jnp.bfloat16))
+
+
+@pytest.mark.slow
+def test_no_ids_inside_of_a_shard_map_give_rows_of_each_device():
+    """Whose type must say so, or they are no carry beside other rows."""
+
+    def looked_up(tables):
+        some, none = (te.lookup(tables[0], np.zeros(n, int)) for n in (3, 0))
+        return jax.lax.scan(lambda carry, _: (none, None), some[:0], None, length=1)[0]
+
+    mapped = jax.shard_map(
+        looked_up, mesh=mesh_of(AUTO, (2,)), in_specs=jax.P("x"), out_specs=jax.P("x")
+    )
+    assert jax.eval_shape(mapped, np.stack([TABLE, TABLE])).shape == (0, WIDTH)
+
+
 AXES = ["a"], ["b"], [("a", "b")], ["a", "b"], [None, "a"], [None, "b"], []
 OF_X = [], ["a"], ["a", "b"], [None, "a"], [("a", "b")], [None, None, "a"]
 
