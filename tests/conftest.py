@@ -72,7 +72,7 @@ def pytest_addoption(parser):
     )
     parser.addoption("--first", type=int, help="how many cases of each test function to run (all)")
     parser.addoption(
-        "--draws", help="how many draws of each space to run (2000), or which of them (500:1000)"
+        "--draws", help="how many draws of each space to run (200), or which of them (500:1000)"
     )
 
 

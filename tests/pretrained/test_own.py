@@ -34,9 +34,10 @@ from safetensors.numpy import load_file, save_file
 
 import transformer_embed as te
 from transformer_embed._src.layers.parameters import leaves_by_path
-from transformer_embed._src.pretrained.layers import Layer
 from transformer_embed._src.pretrained.own_files import METADATA
 from transformer_embed._src.rows.gathered_rows import GatheredRows
+
+Layer = te.pretrained.Layer
 
 # --- There and back.
 
