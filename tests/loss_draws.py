@@ -40,8 +40,8 @@ def _arrays(
     hostile=False, pad_id=None, shift=0, vocab_axis=0, ties=False, **of_others,
 ):  # fmt: skip
     if "float16" in dtypes:
-        # Gradients are as large as x times a few tokens, and float16 ends at 65,504.
-        size = min(size, 1e3)
+        # A gradient is as large as the square of x times a few tokens, and float16 ends at 65,504.
+        size = min(size, 30.0)
     draw = lambda *shape: rng.normal(size=shape)
     given = {}
     for prefix, width in {"": 4, "teacher_": 2}.items() if teacher else [("", 4)]:

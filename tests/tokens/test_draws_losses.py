@@ -36,6 +36,14 @@ def strict_nans(chosen):
     return chosen["mode"] == "debug_nans"
 
 
+def biases(chosen):
+    """With debug_nans, none that makes NaN: the weight of a banned label has 0 times infinity."""
+    every = (None, "plain", "bans", "bans of one")
+    if not strict_nans(chosen):
+        return every
+    return every[:2] if chosen["weights"] else every[:3]
+
+
 def with_shift(*options):
     return lambda chosen: options if chosen["shift"] else options[:1]
 
@@ -97,7 +105,7 @@ SPACE = draws.Space(
         "with_entropy": only(("log_probs", "candidates"), False, True),
         "reduction": only(REDUCED, "mean", "sum", "none"),
         "beta": only(("js",), None, 0.1),
-        "bias": lambda chosen: (None, "plain", "bans", "bans of one")[: 4 - strict_nans(chosen)],
+        "bias": biases,
         "vocab_axis": (0, 1),
         "softcap": (None, None, 2.0),
         "scale": (1.0, 1.0, 0.5, 3.0),
